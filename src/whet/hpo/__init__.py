@@ -1,1 +1,1 @@
-"""Hyperparameter search with Optuna. Every trial is a run folder, trained in its own process."""
+"""Hyperparameter search with Optuna. Each trial is a run in its own folder, trained in its own process."""

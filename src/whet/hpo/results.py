@@ -1,7 +1,7 @@
-"""The results of a search: the best trials confirmed with new seeds, importance and intervals.
+"""The results of a search: trials, candidates confirmed with new seeds, importances and confidence intervals.
 
-The best few trials are trained again with seeds that the search has not used, so that a lucky seed does not decide the
-winner.
+The best few trials, the candidates, are retrained with seeds that the search has not used, so that a lucky seed does
+not decide the winner.
 """
 
 import datetime as dt
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
-# The number of trials that are trained again with new seeds.
+# Maximum number of trials that are retrained with new seeds.
 MAX_CANDIDATES = 3
 TRIAL_KEY, SEED_KEY = "trial", "seed"
 
@@ -54,7 +54,7 @@ def best_trials(trials: "Sequence[FrozenTrial]", *, is_higher_better: bool) -> "
 
 
 def seed_distributions() -> "dict[str, BaseDistribution]":
-    """Return the search space of the confirming study: the number of a trial and a seed."""
+    """Return the search space of the confirmation study: a trial number and a seed."""
     from optuna.distributions import IntDistribution
 
     return {TRIAL_KEY: IntDistribution(0, 10**7), SEED_KEY: IntDistribution(0, 2**40)}
@@ -77,6 +77,7 @@ def num_failed_seeds(trials: "Sequence[FrozenTrial]", number: int) -> int:
 
 
 def values_by_seed(trials: "Sequence[FrozenTrial]", number: int) -> dict[str, float]:
+    """Return the value of each completed seed of a candidate, ordered by seed."""
     from optuna.trial import TrialState
 
     values = {
@@ -93,7 +94,7 @@ def values_by_seed(trials: "Sequence[FrozenTrial]", number: int) -> dict[str, fl
 def collect_results(
     config: SearchConfig, study: SearchStudy, confirming: SearchStudy, *, storage: str, seconds: float
 ) -> SearchResult:
-    """Return the result of a search from the current state of its storage."""
+    """Build the result of a search from the current state of its storage."""
     everything = study.trials()
     trials = [trial for trial in everything if counts(trial)]
     candidates = _candidates(config, trials, confirming.trials())
@@ -132,13 +133,14 @@ def _row(trial: "FrozenTrial") -> SearchTrial:
         "running": "running",
     }
     is_infeasible = INFEASIBLE in attributes
+    # A trial that did not complete has no final value. Use its last evaluation.
     last = max(trial.intermediate_values, default=None)
     value = trial.value if trial.value is not None else None if last is None else trial.intermediate_values[last]
     return SearchTrial(
         number=trial.number,
         state="infeasible" if is_infeasible else states.get(trial.state.name.lower(), "waiting"),
         value=None if is_infeasible else value,
-        # The settings of a waiting trial are only in its system attributes.
+        # Optuna stores the settings of a waiting trial in its system attributes only.
         settings=trial.params or trial.system_attrs.get("fixed_params", {}),
         steps=attributes.get(STEPS, 0),
         seconds=attributes.get(SECONDS, 0.0),
@@ -154,9 +156,9 @@ def _candidates(
 ) -> list[SearchCandidate]:
     """Return the candidates, best first.
 
-    Candidates are ranked by their mean over the confirming seeds if all have the same number of seeds, otherwise by the
-    value from the search. A candidate that failed with any seed ranks behind those without failures: its surviving
-    seeds are a biased sample.
+    Candidates are ranked by their mean over the new seeds once all of them have finished the same number of seeds, and
+    by their value in the search until then. A candidate that failed with any seed ranks behind those without failures,
+    because its remaining seeds are a biased sample.
     """
     candidates = []
     for trial in best_trials(trials, is_higher_better=config.is_higher_better):
@@ -173,7 +175,7 @@ def _candidates(
                 high=None if interval is None else interval[1],
             )
         )
-    # Sort ascending: negate a metric that is better when higher.
+    # The sort is ascending, so negate a metric that is better when higher.
     sign = -1 if config.is_higher_better else 1
     if len({len(c.values) + c.lost for c in candidates}) == 1:
         candidates.sort(key=lambda candidate: (candidate.lost, sign * candidate.mean))
@@ -181,7 +183,7 @@ def _candidates(
 
 
 def _difference(candidates: Sequence[SearchCandidate]) -> tuple[float, float] | None:
-    """Return the interval of the paired difference between the first two candidates, over their common seeds."""
+    """Return the confidence interval of the difference between the two best candidates, paired by seed, or None."""
     if len(candidates) < 2:
         return None
     first, second = candidates[0].values, candidates[1].values
@@ -189,7 +191,7 @@ def _difference(candidates: Sequence[SearchCandidate]) -> tuple[float, float] | 
 
 
 def _importance(study: SearchStudy, trials: "Sequence[FrozenTrial]") -> dict[str, float]:
-    """Return Optuna's importance of each setting, or an empty dict if there are too few trials."""
+    """Return the importance of each setting as estimated by Optuna, or an empty dict if it cannot be estimated."""
     import optuna
 
     done = [trial for trial in trials if trial.state == optuna.trial.TrialState.COMPLETE]

@@ -1,4 +1,4 @@
-"""Optuna samplers and pruners by name, seeded by the search and the trial number."""
+"""Optuna samplers and pruners by name. Samplers are seeded by the seed of the search and the trial number."""
 
 import hashlib
 import importlib.util
@@ -17,15 +17,19 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
-# These samplers follow one sequence and need the same seed for every trial.
+# These samplers walk through one fixed sequence, so every trial needs the same seed.
 _SEQUENTIAL = ("GridSampler", "QMCSampler", "BruteForceSampler")
+# These wrap another sampler or pruner, which cannot be given on the command line.
 _OWN_ARGUMENTS = ("PartialFixedSampler", "PatientPruner")
-# Optional packages that Optuna imports lazily, in the middle of a search. Check for them at the start.
+# Optional packages that Optuna would import only in the middle of a search. Check for them at the start.
 _PACKAGES = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
 
 
 def make_sampler(spec: str, space: SearchSpace, *, seed: int, number: int) -> "BaseSampler":
-    """Return the sampler of a trial. Its number is part of the seed, so that a resumed search draws new points."""
+    """Return a sampler for one trial.
+
+    The seed depends on the trial number. Otherwise all trials, which have separate samplers, would draw the same point.
+    """
     import optuna
 
     name, options = _read(spec, "Sampler", optuna.samplers)
@@ -48,22 +52,23 @@ def make_sampler(spec: str, space: SearchSpace, *, seed: int, number: int) -> "B
 
 
 def make_pruner(spec: str) -> "BasePruner":
-    """Return the pruner. The default pruner keeps trials within the best quarter of the completed ones."""
+    """Return the pruner. The default prunes a trial that is not within the best quarter of the completed trials."""
     import optuna
 
     name, options = _read(spec, "Pruner", optuna.pruners)
     if name == "PercentilePruner":
-        # Prune from the third of nine evaluations on, once one trial is complete (docs/choices/0013).
+        # Prune from the second of nine evaluations on, once one trial is complete (docs/choices/0013). Optuna does not
+        # prune at steps below n_warmup_steps, and evaluations are counted from 1.
         options = {"percentile": 25.0, "n_startup_trials": 1, "n_warmup_steps": 2, **options}
     if name == "SuccessiveHalvingPruner":
-        # The rungs are after 2 and 6 of nine evaluations.
+        # With nine evaluations, the rungs are at evaluations 2 and 6.
         options = {"min_resource": 2, "reduction_factor": 3, **options}
     pruner: BasePruner = _create(getattr(optuna.pruners, name), options, spec)
     return pruner
 
 
 def num_points(spec: str, space: SearchSpace) -> int | None:
-    """Return the number of different trials that the sampler can propose, or None if unlimited."""
+    """Return the number of distinct trials that the sampler can propose, or None if there is no limit."""
     import optuna
 
     name, _ = _read(spec, "Sampler", optuna.samplers)
@@ -71,6 +76,7 @@ def num_points(spec: str, space: SearchSpace) -> int | None:
 
 
 def space_distributions(space: SearchSpace) -> "dict[str, BaseDistribution]":
+    """Return the Optuna distribution of each key."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     def of(dimension: NumberRange | Choices) -> "BaseDistribution":
@@ -89,7 +95,7 @@ def _seed(seed: int, number: int) -> int:
 
 
 def _read(spec: str, kind: str, module: Any) -> tuple[str, dict[str, Any]]:
-    """Parse `TPESampler`, or a name with options such as `TPESampler:n_startup_trials=5`."""
+    """Parse a name with optional options, such as `TPESampler:n_startup_trials=5`."""
     name, *options = spec.split(":")
     known = [n for n in dir(module) if n.endswith(kind) and not n.startswith(("Base", "_")) and n not in _OWN_ARGUMENTS]
     # Accept short and case-insensitive names too: tpe, Median, HYPERBAND.
@@ -117,7 +123,7 @@ def _create(kind: Any, options: Mapping[str, Any], spec: str) -> Any:
 
 
 def _grid(space: SearchSpace) -> dict[str, Any]:
-    """Return all values of each key. Raises UsageError for a continuous range."""
+    """Return all values of each key. Raise UsageError for a continuous range or too many points."""
     grid = {}
     for key, dimension in space.dimensions.items():
         values = dimension.values

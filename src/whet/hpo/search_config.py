@@ -1,4 +1,4 @@
-"""The configuration of a search, saved beside its trials."""
+"""The configuration of a search, saved next to its trials."""
 
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,15 @@ from whet.run import durable, strict_json
 
 SEARCH_FILE = "search.json"
 FORMAT_VERSION = 1
-# Evaluations per trial, evenly spaced. The first two never prune (see samplers.py).
+# Evaluations per trial, evenly spaced. By default, the first one never prunes a trial (see samplers.py).
 EVALUATIONS = 9
 
 
 class SearchConfig(FrozenModel):
-    """The configuration of a search, without its time limit and number of workers."""
+    """The configuration that all sessions of a search share.
+
+    The number of trials, the time limit and the number of workers are not included, because they may change.
+    """
 
     format_version: int = FORMAT_VERSION
     name: str
@@ -27,7 +30,7 @@ class SearchConfig(FrozenModel):
     goal: str
     is_higher_better: bool = True
     resource: str = "epochs"
-    """The budget of a trial: "epochs" or "steps". The evaluations of a trial are spread evenly over it."""
+    """The unit of a trial's budget: "epochs" or "steps". The evaluations are spread evenly over the budget."""
     space: SearchSpace
     fixed: dict[str, Any] = Field(default_factory=dict)
     """The settings shared by all trials, as given by the user."""
@@ -41,7 +44,7 @@ class SearchConfig(FrozenModel):
 
 
 def check_same_search(saved: SearchConfig, given: SearchConfig, *, where: str) -> None:
-    """Raise UsageError if a search is resumed under the same name with a different configuration."""
+    """Raise UsageError if a search with the saved configuration is resumed with a different one."""
     ours, theirs = _as_typed(given), _as_typed(saved)
     for key, value in ours.items():
         if value != theirs[key]:
@@ -53,7 +56,7 @@ def check_same_search(saved: SearchConfig, given: SearchConfig, *, where: str) -
 
 
 def _as_typed(config: SearchConfig) -> dict[str, Any]:
-    """Return the fields as a user would type them."""
+    """Return the fields of a configuration, with the space and the fixed settings as command-line arguments."""
     space = " ".join(config.space.arguments)
     fixed = " ".join(sorted(as_argument(key, value) for key, value in config.fixed.items()))
     return {**config.as_json(), "space": space, "fixed": fixed or "no other settings"}
@@ -65,7 +68,7 @@ def write_search_config(folder: Path, config: SearchConfig) -> None:
 
 
 def read_search_config(folder: Path) -> SearchConfig | None:
-    """Return the configuration in a folder, or None if there is none."""
+    """Return the search configuration of a folder, or None if it has none."""
     path = folder / SEARCH_FILE
     if not path.is_file():
         return None

@@ -16,6 +16,7 @@ from whet.config.sources import as_argument, as_text, parse_args, parse_value
 
 _NUMBER = r"[+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})((?::[^:]*)*)")
+# Keys that must be the same in all trials, and what to do instead of searching them.
 _NOT_SEARCHED = {
     "seed": "--seeds K: the best are trained with several seeds before a winner is named",
     "seeds": "--seeds K: the best are trained with several seeds before a winner is named",
@@ -30,6 +31,7 @@ _NOT_SEARCHED = {
     "eval_every": "eval_every=N: trials are compared at the same evaluations",
     "epochs_per_session": "leave it out: a trial is trained in one session",
 }
+# Keys that a search cannot even set to a single value.
 _NOT_SET = ("seeds", "epochs_per_session")
 _EXAMPLES = "lr=1e-5..1e-3:log, arch.layers=[1,2,4] or global_batch_size=32..512:step=32"
 
@@ -55,11 +57,11 @@ class NumberRange(FrozenModel):
 
     @property
     def values(self) -> tuple[Any, ...] | None:
-        """All values, or None if they are infinitely many or more than MAX_VALUES."""
+        """All values, or None for a continuous or logarithmic range and for more than MAX_VALUES values."""
         if self.is_log or (self.step is None and not self.is_integer):
             return None
         step = self.step or 1
-        # The small offset keeps the upper end if the division is rounded down: (0.3 - 0.1) / 0.1 is 1.9999999999999998.
+        # Add an epsilon, so that rounding does not drop the upper end: (0.3 - 0.1) / 0.1 is 1.9999999999999998.
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
         if count > MAX_VALUES:
             return None
@@ -92,7 +94,7 @@ Dimension = Annotated[NumberRange | Choices, Field(discriminator="kind")]
 
 
 class SearchSpace(FrozenModel):
-    """The searched ranges and choices by dotted key."""
+    """The ranges and choices to search, by dotted key."""
 
     dimensions: dict[str, Dimension]
 
@@ -105,9 +107,9 @@ class SearchSpace(FrozenModel):
 def read_space(
     config: type[CommonConfig], arguments: Iterable[str], *, file: Mapping[str, Any] | None = None
 ) -> tuple[SearchSpace, tuple[str, ...]]:
-    """Return the space that arguments and a file describe, and the arguments that set a single value.
+    """Return the search space that arguments and a file describe, and the arguments that set a single value.
 
-    The config validates each value of the space, together with the other arguments, before anything runs.
+    Every choice and both ends of every range are validated with the config, so that errors appear before training.
     """
     known = known_keys(config)
     dimensions: dict[str, NumberRange | Choices] = {}
@@ -132,8 +134,8 @@ def read_space(
 
 
 def _file_arguments(file: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a file as arguments: a string such as "1e-5..1e-3:log", a list of choices, or a value."""
-    # Quote strings, so that "7" does not become a number, unless the string is a list.
+    """Return the entries of a file as key=value arguments: ranges as strings, lists of choices, and single values."""
+    # as_argument() quotes strings, so that "7" does not become a number. A string that contains a list stays as it is.
     return [
         f"{key}={value}" if isinstance(value, str) and value.startswith("[") else as_argument(key, value)
         for key, value in file.items()
@@ -141,11 +143,13 @@ def _file_arguments(file: Mapping[str, Any]) -> list[str]:
 
 
 def _dimension(text: str, argument: str, *, holds_list: bool) -> NumberRange | Choices | None:
+    """Return the range or choices that an argument describes, or None if it sets a single value."""
     if match := _RANGE.fullmatch(text):
         return _range(match[1], match[2], match[3], argument)
     if not text.startswith("["):
         return None
     values = parse_value(text, argument)
+    # A key that takes a list is set to [a,b]. Its choices are [[a,b],[c,d]].
     if holds_list and not all(isinstance(value, list) for value in values):
         return None
     if any(isinstance(value, list) for value in values):
@@ -177,7 +181,7 @@ def _range(low: str, high: str, options: str, argument: str) -> NumberRange:
         count = math.floor((ends[1] - ends[0]) / step + 1e-9)
         if count < 1:
             raise UsageError("the step is larger than the range", got=argument, try_=_EXAMPLES)
-        # Round the upper end down: 4..8:step=3 ends at 7, the last value that can be drawn.
+        # Lower the upper end to the last value that can be drawn: 4..8:step=3 ends at 7.
         ends = ends[0], min(ends[1], ends[0] + count * step)
     numbers = [low, high, *([] if step is None else [repr(step) if step % 1 else str(int(step))])]
     return NumberRange(
@@ -210,9 +214,9 @@ def _check_searchable(key: str, config: type[CommonConfig]) -> None:
 def _checked(
     config: type[CommonConfig], dimensions: Mapping[str, NumberRange | Choices], fixed: Sequence[str]
 ) -> dict[str, NumberRange | Choices]:
-    """Validate every value with the config, and determine which ranges are integers."""
+    """Validate choices and range ends with the config, and determine which ranges contain only integers."""
     checked = dict(dimensions)
-    # Keys may depend on each other (the heads must divide the width), so one valid combination per value is enough.
+    # Keys may depend on each other (the number of heads must divide the width), so one valid combination is enough.
     others = {key: list(_samples(dimension)) for key, dimension in dimensions.items()}
     for key, dimension in dimensions.items():
         beside = {k: v for k, v in others.items() if k != key}
@@ -225,7 +229,7 @@ def _checked(
 
 
 def _is_integer(key: str, given: NumberRange, resolved_values: Sequence[Any]) -> bool:
-    """Return whether the config converts both ends to integers. 1e2..1e3 is an integer range for an integer key."""
+    """Return whether a range contains only integers. 1e2..1e3 does if the config converts both ends to integers."""
     if any(isinstance(value, float) for value in resolved_values):
         return False
     if all(isinstance(value, int) for value in resolved_values) and given.step is not None and given.step % 1:
@@ -240,7 +244,7 @@ def _samples(dimension: NumberRange | Choices) -> tuple[Any, ...]:
 def _resolved_value(
     config: type[CommonConfig], key: str, value: Any, others: Mapping[str, Sequence[Any]], fixed: Sequence[str]
 ) -> Any:
-    """Return `value` as the config resolves it, combined with values of the other keys that make the config valid."""
+    """Return the value of a key after validation, in a combination with the other keys that makes the config valid."""
     first_error: UsageError | None = None
     for count, combination in enumerate(product(*others.values())):
         others_given = [as_argument(name, other) for name, other in zip(others, combination, strict=True)]
@@ -248,7 +252,7 @@ def _resolved_value(
             resolved = resolve_config(config, [*fixed, *others_given, as_argument(key, value)])
         except UsageError as error:
             first_error = first_error or error
-            # Give up after 64 combinations: the product of all choices may be huge.
+            # Give up after 64 combinations, because the product of all choices may be huge.
             if count >= 63:
                 break
             continue

@@ -1,4 +1,4 @@
-"""Trial storage: a journal file or PostgreSQL."""
+"""Storage of trials: a journal file or a PostgreSQL database."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ _MAX_ATTEMPTS = 20
 
 
 def without_password(url: str | None) -> str:
-    """Return the URL without its password, for display and for saving."""
+    """Return the URL without its password, for messages and saved results."""
     if url is None:
         return JOURNAL_FILE
     parts = urlsplit(url)
@@ -32,7 +32,7 @@ def without_password(url: str | None) -> str:
 
 
 def check_address(url: str | None) -> None:
-    """Raise UsageError for an invalid URL, before anything is written."""
+    """Raise UsageError if trials cannot be stored at this URL. Call this before anything is written."""
     path = _local_file(url)
     if url is None:
         return
@@ -49,13 +49,13 @@ def check_address(url: str | None) -> None:
 
 
 def _local_file(url: str | None) -> Path | None:
-    """Return the file of a URL, or None for a database server."""
+    """Return the path of a journal URL, or None for any other URL."""
     return Path(url.removeprefix("journal:").removeprefix("//")) if url and url.startswith("journal:") else None
 
 
 @contextmanager
 def open_storage(url: str | None, *, folder: Path) -> "Iterator[BaseStorage]":
-    """Open a storage. Without a URL, open the journal in the folder."""
+    """Open the storage at a URL, or the journal file in `folder` if the URL is None."""
     check_address(url)
     storage = _open(url, folder=folder)
     try:
@@ -71,7 +71,7 @@ def _open(url: str | None, *, folder: Path) -> "BaseStorage":
         import optuna
     except ImportError:
         raise WhetError("a search needs Optuna", got="it is not installed", try_='pip install "whet[search]"') from None
-    # whet logs trials itself.
+    # whet logs trials itself, so silence Optuna.
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if url is None or url.startswith("journal:"):
         from optuna.storages import JournalStorage
@@ -92,7 +92,10 @@ def _open(url: str | None, *, folder: Path) -> "BaseStorage":
 
 
 def _check_journal(path: Path) -> None:
-    """Raise ValueError for NUL bytes. Optuna skips what it cannot read at the end, and with it all later trials."""
+    """Raise ValueError if the journal contains NUL bytes, which a power failure can leave behind.
+
+    Optuna silently ignores the end of a file that it cannot decode, and the trials in it.
+    """
     with suppress(FileNotFoundError), path.open("rb") as file:
         position = 0
         while block := file.read(1 << 20):
@@ -106,7 +109,7 @@ def _database(url: str) -> "BaseStorage":
     from optuna.storages import RDBStorage
     from sqlalchemy.exc import IntegrityError, ProgrammingError
 
-    # pool_pre_ping detects connections that a restarted server has closed.
+    # pool_pre_ping replaces connections that a restarted server has closed.
     for tries_left in reversed(range(_MAX_ATTEMPTS)):
         try:
             storage = RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
@@ -116,7 +119,7 @@ def _database(url: str) -> "BaseStorage":
                 "the database's driver is not installed", got=str(error)[:300], try_='pip install "whet[postgres]"'
             ) from None
         except (IntegrityError, ProgrammingError, StorageInternalError) as error:
-            # Retry: two processes that start at once both create the tables, and one of them fails.
+            # Retry: if two processes start at the same time, both create the tables, and one of them fails.
             if not tries_left:
                 raise _open_error(url, error) from None
             time.sleep(_PAUSE_SECONDS)
@@ -134,7 +137,7 @@ def _open_error(url: str, error: Exception) -> WhetError:
 
 
 class _RetryingStorage:
-    """A storage that retries failing calls for five minutes, because a database server may be restarted."""
+    """A proxy that retries failed calls of a storage for five minutes, because a database server may restart."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -162,7 +165,7 @@ def _retry(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class JournalLock:
-    """A lock that is released when its holder dies. Optuna's lock files outlive a killed process by 30 s."""
+    """A file lock that the kernel releases when its holder dies. Optuna's lock files outlive a kill by 30 s."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -170,10 +173,10 @@ class JournalLock:
 
     def acquire(self) -> bool:
         """Wait until no other process holds the lock, and acquire it."""
-        # Do not use Optuna's file name: Optuna would consider the lock stale and remove it.
+        # Use another file name than Optuna, which would consider a long-lived lock file stale and remove it.
         descriptor = os.open(f"{self._path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # One descriptor per thread: several workers of this process share the lock object.
+        # Keep one descriptor per thread, because several workers of this process share the lock object.
         self._held[threading.get_ident()] = descriptor
         _truncate_torn_line(self._path)
         return True
@@ -183,7 +186,7 @@ class JournalLock:
 
 
 def _truncate_torn_line(path: Path) -> None:
-    """Remove a partial last line, left by a power failure, before the next append. It was never acknowledged."""
+    """Remove an incomplete last line, so that the next line is not appended to it. Its write never returned."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:

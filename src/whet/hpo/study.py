@@ -1,8 +1,8 @@
-"""The trials of a search: claim, continue and finish them so that any worker may be killed.
+"""Claim, continue and finish the trials of a search. Any worker may be killed at any time.
 
 All state is in the storage. A trial whose process has died is marked as failed, which only one process can do, and is
-enqueued as a new trial with the same settings and the same run folder. If two processes enqueue it (because one died in
-between), the later copy is dropped.
+enqueued as a new trial with the same settings and the same run folder. If two processes enqueue it, because the first
+one died in between, the later copy is dropped.
 """
 
 import os
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial, Trial, TrialState
 
-# The names of user attributes of a trial.
+# Names of user attributes of a trial.
 OWNER, HEARTBEAT, RUN, TASK = "owner", "heartbeat", "run", "task"
 FAILURE, INFEASIBLE, STEPS, SECONDS, MACHINE = "failure", "infeasible", "steps", "seconds", "machine"
 PEAK_BYTES = "peak_bytes"
-# Reasons why a trial does not count: another trial continues it, or it is a copy.
+# Set on a trial that does not count. The value is the reason, such as one of the following.
 DROPPED = "dropped"
 
 DUPLICATE = "another trial does the same"
 OWNER_DIED, STOPPED = "its process has died", "stopped"
+# A trial dropped for one of these reasons is continued by another trial.
 _CONTINUED = (OWNER_DIED, STOPPED)
 # The task of a trial that continues another trial, for example "continues 7".
 _CONTINUES = "continues"
@@ -41,7 +42,7 @@ _CONTINUES = "continues"
 HEARTBEAT_SECONDS = 10.0
 # A worker on another machine is considered dead after this many seconds without a heartbeat.
 _SILENCE_SECONDS = 60.0
-# A trial gets its owner right after it is taken from the queue. Without one for this long, the process has died.
+# A worker sets the owner right after it claims a trial. If the owner is missing for this long, the worker has died.
 _UNOWNED_SECONDS = 15.0
 
 
@@ -51,14 +52,14 @@ class TrialOwner(FrozenModel):
     host: str
     pid: int
     started: float
-    """The start time of the process, because the system may reuse process IDs."""
+    """Start time of the process in unix seconds, because the system reuses process ids."""
 
     @property
     def is_local(self) -> bool:
         return self.host == platform.node()
 
     def is_alive(self) -> bool:
-        """Return whether a process on this machine is still running."""
+        """Return whether the process is still running. The owner must be on this machine."""
         try:
             process = psutil.Process(self.pid)
             return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - self.started) < 2.0
@@ -76,19 +77,19 @@ def this_process() -> TrialOwner:
 
 
 class SilenceDetector:
-    """Decides whether the owner of a running trial has died.
+    """Detects running trials whose owner has died.
 
-    On this machine, the process table decides. On other machines, the heartbeat decides. Its age is measured with the
-    local clock, because clocks of other machines may be wrong.
+    An owner on this machine is looked up in the process table. An owner on another machine is considered dead if its
+    heartbeat stops. The age of a heartbeat is measured with the local clock, because other clocks may be wrong.
     """
 
     def __init__(self) -> None:
         self._last_seen: dict[int, tuple[Any, float]] = {}
 
     def is_dead(self, number: int, attributes: dict[str, Any]) -> bool:
-        """Return whether no process is working on a running trial anymore."""
+        """Return whether the owner of a running trial has died."""
         try:
-            # An owner that cannot be parsed is treated like a missing one.
+            # Treat an owner that cannot be parsed as missing.
             owner = None if OWNER not in attributes else TrialOwner.from_json(attributes[OWNER], where="the trial")
         except UsageError:
             owner = None
@@ -97,7 +98,7 @@ class SilenceDetector:
         signs = (attributes.get(OWNER), attributes.get(HEARTBEAT))
         now = time.monotonic()
         before, since = self._last_seen.setdefault(number, (signs, now))
-        # Any change is a sign of life: restart the local timer.
+        # Any change shows that the owner is alive, so restart the local timer.
         if before != signs:
             self._last_seen[number] = (signs, now)
             return False
@@ -105,14 +106,14 @@ class SilenceDetector:
 
 
 def counts(trial: "FrozenTrial") -> bool:
-    """Return whether a trial counts toward the requested number. A dropped trial counts only if it finished anyway."""
+    """Return whether a trial counts toward the requested number. A dropped trial counts only if it still finished."""
     from optuna.trial import TrialState
 
     return trial.state != TrialState.FAIL or DROPPED not in trial.user_attrs
 
 
 def was_continued(trial: "FrozenTrial") -> bool:
-    """Return whether a trial resumed a killed or stopped trial. A waiting trial has not resumed yet."""
+    """Return whether a trial has resumed a killed or stopped trial. A waiting trial has not resumed it yet."""
     from optuna.trial import TrialState
 
     is_copy = trial.user_attrs.get(DROPPED) == DUPLICATE
@@ -127,7 +128,7 @@ def _continued_number(trial: "FrozenTrial") -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimedTrial:
-    """A trial that this process works on."""
+    """A trial that this process has claimed."""
 
     trial: "Trial"
     number: int
@@ -172,7 +173,7 @@ class SearchStudy:
         return sorted(self._storage.get_all_trials(self._id, deepcopy=True), key=lambda trial: trial.number)
 
     def claim(self, *, max_trials: int) -> ClaimedTrial | None:
-        """Claim a waiting trial, or a new one while fewer than `max_trials` count; None if there is nothing to do."""
+        """Claim a waiting trial, or create one if fewer than `max_trials` count. Return None if there is none to do."""
         from optuna.trial import TrialState, create_trial
 
         self.recover()
@@ -184,7 +185,7 @@ class SearchStudy:
                 self._drop(waiting.number, DUPLICATE)
         if sum(map(counts, trials)) >= max_trials:
             return None
-        # Create the trial together with its owner, so that a kill at any time leaves no trial without one.
+        # Create the trial together with its owner, so that a kill cannot leave a running trial without an owner.
         template = create_trial(state=TrialState.RUNNING, user_attrs={OWNER: this_process().as_json()})
         created = self._storage.create_new_trial(self._id, template_trial=template)
         number = self._storage.get_trial_number_from_id(created)
@@ -195,14 +196,14 @@ class SearchStudy:
         return self._claimed(number, run=None)
 
     def add(self, parameters: Mapping[str, Any], *, task: str, run: str | None = None) -> None:
-        """Enqueue a trial with these settings, unless a trial for the same task exists."""
+        """Enqueue a trial with these settings, unless a trial with the same task exists."""
         if any(trial.user_attrs.get(TASK) == task for trial in self.trials()):
             return
         attributes = {TASK: task, **({} if run is None else {RUN: run})}
         self.study.enqueue_trial(dict(parameters), user_attrs=attributes)
 
     def recover(self) -> int:
-        """Mark trials whose process has died and enqueue them again; return their number."""
+        """Give up trials whose process has died and enqueue their continuations. Return the number of such trials."""
         from optuna.trial import TrialState
 
         num_recovered = 0
@@ -220,7 +221,7 @@ class SearchStudy:
         return num_recovered
 
     def give_up(self, number: int, reason: str) -> bool:
-        """Give up a running trial and enqueue its continuation; return False if it has ended in the meantime."""
+        """Give up a running trial and enqueue its continuation. Return False if it has ended in the meantime."""
         assert reason in _CONTINUED
         if not self._drop(number, reason):
             return False
@@ -236,18 +237,18 @@ class SearchStudy:
         try:
             self._storage.set_trial_user_attr(self._trial_id(number), name, value)
         except UpdateFinishedTrialError:
-            # The trial was given up because a heartbeat was missed. The worker that continues it sets its attributes.
+            # Another process gave up the trial because its heartbeat was late. Its continuation sets the attributes.
             return
 
     def finish(self, claimed: ClaimedTrial, *, state: str, value: float | None = None, **attributes: Any) -> bool:
-        """Finish a trial as "complete" with its value, "pruned", "infeasible" or "failed"; False if it was given up."""
+        """Finish a trial as "complete", "pruned", "infeasible" or "failed". Return False if it was given up."""
         from optuna.trial import TrialState
 
         for name, fact in attributes.items():
             self.set_attribute(claimed.number, name, fact)
         ended = {"complete": TrialState.COMPLETE, "failed": TrialState.FAIL}.get(state, TrialState.PRUNED)
         if state == "infeasible":
-            # Report a violated constraint: samplers then avoid such trials without treating them as bad values.
+            # Report a violated constraint: samplers then avoid such settings without treating them as bad values.
             claimed.trial.set_constraint("memory", 1.0)
         return self._set_state(claimed.number, ended, value if state == "complete" else None)
 
@@ -272,7 +273,7 @@ class SearchStudy:
         return self._set_state(number, TrialState.FAIL)
 
     def _set_state(self, number: int, state: "TrialState", value: float | None = None) -> bool:
-        """Set the state of a trial. Return False if another process has set it, or if the trial has ended."""
+        """Set the state of a trial. Return False if another process was faster or the trial has ended."""
         from optuna.exceptions import UpdateFinishedTrialError
 
         values = None if value is None else [value]
@@ -282,7 +283,7 @@ class SearchStudy:
             return False
 
     def _is_duplicate(self, trial: "FrozenTrial", trials: "list[FrozenTrial]") -> bool:
-        # Include a trial that was dropped itself and is continued under another task.
+        # Include earlier trials that were dropped themselves: their continuations have another task.
         task = trial.user_attrs.get(TASK)
         return task is not None and any(
             other.number < trial.number and other.user_attrs.get(TASK) == task for other in trials
@@ -292,12 +293,12 @@ class SearchStudy:
         import optuna
 
         class CountedStudy(optuna.Study):
-            """A study without dropped trials, so that no pruner compares with the same trial twice."""
+            """A study without dropped trials, so that pruners do not count a continued trial twice."""
 
             def get_trials(self, deepcopy: bool = True, states: "Container[TrialState] | None" = None) -> Any:
                 return [trial for trial in super().get_trials(deepcopy, states) if counts(trial)]
 
-        # Create a separate study object, because a sampler belongs to one trial and one thread.
+        # Create a new study object, because each trial has its own sampler, which only one thread may use.
         sampler = self._sampler(self._draw_number(number))
         study = CountedStudy(study_name=self._name, storage=self._storage, sampler=sampler, pruner=self._pruner)
         trial = optuna.Trial(study, self._trial_id(number))
@@ -306,7 +307,11 @@ class SearchStudy:
         return ClaimedTrial(trial=trial, number=number, run=run)
 
     def _draw_number(self, number: int) -> int:
-        """Return how many trials were drawn before this one or the one it continues. Interruptions change no draw."""
+        """Return the number of trials that were drawn before this one.
+
+        Continuations are not counted, and a continuation has the number of the trial that it continues, so that
+        interruptions do not change what a sampler draws.
+        """
         trials = self.trials()
         while (continued := _continued_number(trials[number])) is not None:
             number = continued

@@ -1,6 +1,6 @@
-"""The child process that trains a trial, and its parent side.
+"""Train a trial in a child process.
 
-The child reports every evaluation and waits for the decision whether to continue.
+The child sends the result of each evaluation to its parent, and waits for the decision whether to continue.
 """
 
 import signal
@@ -15,24 +15,24 @@ from whet.base.errors import DivergedError, InsufficientMemoryError, WhetError
 from whet.base.process import TerminatedError
 from whet.base.worker import JsonWorker, WorkerChannel, WorkerExitError, WorkerTimeoutError, load_object, signal_name
 
-OUT_OF_MEMORY = 75
 # Exit codes of trials that end without a value.
+OUT_OF_MEMORY = 75
 DIVERGED = 76
 
 _POLL_SECONDS = 0.5
-# Seconds that a process may take to save after a stop request.
+# Seconds that a process may take to save a checkpoint after a stop request.
 _SAVE_SECONDS = 60.0
-# Called with the number of an evaluation, its value, and whether it is the last; returns whether the trial may
+# Called with the number of an evaluation, its value, and whether it is the last one. Returns whether the trial may
 # continue.
 EvaluationCallback = Callable[[int, float, bool], bool]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialExit:
-    """The end of the process of a trial."""
+    """The exit status of a trial process."""
 
     code: int
-    """The exit code, or minus the number of the signal that killed the process."""
+    """The exit code, or the negative signal number if a signal killed the process."""
     failure: str | None = None
     was_pruned: bool = False
     was_stopped: bool = False
@@ -52,7 +52,7 @@ def run_trial_process(
     should_stop: Callable[[], bool],
     heartbeat: Callable[[], None],
 ) -> TrialExit:
-    """Run the process of a trial to its end. Its output is written to `log`. It is killed if this process dies."""
+    """Start a trial process and wait until it exits. Its output goes to `log`. It is killed if this process dies."""
     failure: str | None = None
     was_pruned = False
     stopped_at: float | None = None
@@ -84,7 +84,7 @@ def run_trial_process(
 
 
 def train(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
-    """Call the target, "module:function", with its arguments and an EvaluationCallback; return the exit code."""
+    """Call the target ("module:function") with its arguments and an EvaluationCallback. Return the exit code."""
 
     def may_continue(number: int, value: float, is_last: bool) -> bool:
         channel.send({"evaluation": number, "value": value, "is_last": is_last})
@@ -97,6 +97,7 @@ def train(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
 
 
 def _report(error: BaseException, channel: WorkerChannel) -> int:
+    """Send a description of the failure to the parent, unless training was stopped. Return the exit code."""
     from whet.device.errors import is_out_of_memory
 
     if isinstance(error, KeyboardInterrupt):
@@ -119,5 +120,5 @@ def _report(error: BaseException, channel: WorkerChannel) -> int:
 
 
 def request_stop() -> None:
-    """Stop a training like Ctrl-C does: the current step is finished and everything is saved."""
+    """Stop training in this process as Ctrl-C does: finish the current step, save and exit."""
     signal.raise_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Workers that claim trials and train them until the search has enough."""
+"""Workers that claim trials and train them until the search has enough trials."""
 
 import math
 import platform
@@ -34,11 +34,11 @@ from whet.run.events import History
 from whet.run.folder import RUN_FILE, open_run
 from whet.training.supervisor import prepare_restart
 
-# Pause between two attempts to claim a trial while other workers are busy.
+# Seconds between two attempts to claim a trial while other workers train.
 _WAIT_SECONDS = 0.5
-# A trial whose process is killed more often than this is given up.
+# A trial whose process is killed more often than this is not restarted.
 _MAX_KILLS = 3
-# After this many consecutive failures the search stops and reports the reason.
+# After this many consecutive failures the search stops with an error.
 _MAX_FAILURES = 3
 
 TrialKind = Literal["trial", "seed"]
@@ -48,20 +48,20 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialTask:
-    """The work for the process of a trial."""
+    """What a trial process has to train."""
 
     arguments: dict[str, Any]
     run: Path
-    """The run folder, which may not exist yet."""
+    """The run folder. It may not exist yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedTrial:
-    """A trial that ended."""
+    """A trial that has ended, for progress messages."""
 
     number: int
     part: TrialKind
-    """A trial of the search, or one of its best trials with another seed."""
+    """Whether this is a trial of the search, or one of the best trials with another seed."""
     parameters: Mapping[str, Any]
     state: EndState
     value: float | None
@@ -72,29 +72,29 @@ class FinishedTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
-    """The configuration of a worker."""
+    """What a worker trains, and its callbacks."""
 
     target: str
     """The function that trains a trial, as "module:function"."""
     goal: str
     machine: str
     prepare: Callable[[ClaimedTrial], TrialTask]
-    """Returns the task of a trial, given its settings."""
+    """Returns the task of a claimed trial."""
     should_stop: Callable[[], bool]
     on_finished: Callable[[FinishedTrial], None]
     part: TrialKind = "trial"
-    """Only trials of the search are pruned. Seeds are compared by complete trainings."""
+    """Only trials of the search may be pruned. Seeds are compared by complete runs."""
 
 
 def run_worker(study: SearchStudy, config: WorkerConfig, *, max_trials: int) -> None:
-    """Train trials until `max_trials` have ended and none is waiting, or the worker is stopped."""
+    """Train trials until `max_trials` have ended and none is waiting, or until `should_stop` returns True."""
     from optuna.trial import TrialState
 
     failures: list[str] = []
     while not config.should_stop():
         claimed = study.claim(max_trials=max_trials)
         if claimed is None:
-            # Wait while other workers train: if one of them dies, its trial has to be continued.
+            # Wait while other workers train. If one of them dies, this worker continues its trial.
             if not any(t.state in (TrialState.RUNNING, TrialState.WAITING) for t in study.trials()):
                 return
             time.sleep(_WAIT_SECONDS)
@@ -109,6 +109,7 @@ def run_worker(study: SearchStudy, config: WorkerConfig, *, max_trials: int) -> 
 
 
 def _complete_trial(study: SearchStudy, config: WorkerConfig, claimed: ClaimedTrial) -> FinishedTrial:
+    """Train a claimed trial and write its result to the storage."""
     started = time.monotonic()
     parameters = dict(claimed.trial.params)
     value: float | None = None
@@ -122,10 +123,10 @@ def _complete_trial(study: SearchStudy, config: WorkerConfig, claimed: ClaimedTr
         value, steps = _last_value(task.run, goal=config.goal)
         peak_bytes = _peak_memory(task.run)
     except UsageError as error:
-        # Values that are valid individually may be invalid in combination.
+        # Values that are valid on their own may be invalid in combination.
         state, message = "infeasible", f"{error.what}: {error.got}"
     except WhetError as error:
-        # For example a damaged run folder: it ends one trial, not the search.
+        # An error such as a damaged run folder ends the trial, but not the search.
         state, message = "failed", f"{error.what}: {error.got}"
     seconds = time.monotonic() - started
     # A missing or NaN value cannot be ranked.
@@ -159,15 +160,15 @@ def _train_until_done(
     reported = dict(_evaluations(task.run, goal=config.goal))
     was_pruned = False
     for number, value in reported.items():
-        # A continued trial reports its history again, one evaluation at a time, because pruners look at each step.
+        # A continued trial reports its earlier evaluations again, one at a time, because a pruner checks each of them.
         claimed.trial.report(value, number)
         was_pruned = may_prune and claimed.trial.should_prune()
     if was_pruned and not _is_done(task.run):
-        # The previous worker died after the decision to prune.
+        # The previous worker died after the decision to prune and before it was stored.
         return "pruned", ""
 
     def on_evaluation(number: int, value: float, is_last: bool) -> bool:
-        # A resumed process repeats the evaluations after its last checkpoint. Report each one once.
+        # A resumed process repeats the evaluations after its last checkpoint. Report each evaluation only once.
         if number not in reported:
             claimed.trial.report(value, number)
             reported[number] = value
@@ -183,16 +184,16 @@ def _train_until_done(
             should_stop=config.should_stop,
             heartbeat=heartbeat,
         )
-        # A negative code is a signal. Any other exit is final.
+        # A negative code means that a signal killed the process. Any other exit is final.
         if ended.code >= 0:
             return _end_state(ended)
         if ended.was_stopped:
             return "stopped", ended.killer
         if kills < _MAX_KILLS and (task.run / RUN_FILE).exists():
             _await_lock(task.run)
-            # Retry unchanged after the first kill, then with half the micro-batch: the most frequent reason is memory.
+            # The usual reason for a kill is memory, so the plan may resume with half the micro-batch.
             prepare_restart(task.run, killer=ended.killer, is_first=kills == 0)
-    # The out-of-memory killer sends SIGKILL, so these settings probably do not fit on this machine.
+    # The kernel sends SIGKILL when memory runs out, so these settings probably do not fit on this machine.
     state: EndState = "infeasible" if ended.killer == "SIGKILL" else "failed"
     return state, f"killed {_MAX_KILLS + 1} times, last by {ended.killer}"
 
@@ -205,7 +206,7 @@ def _end_state(ended: TrialExit) -> tuple[EndState, str]:
     if ended.code == OUT_OF_MEMORY:
         return "infeasible", f"out of memory: {ended.failure}"
     if ended.code == DIVERGED:
-        # A bad result of these settings, not a failure of the machine or the recipe.
+        # Divergence is a bad result of these settings, not a failure of the machine or the recipe.
         return "pruned", f"diverged: {ended.failure}"
     if ended.code == 0:
         return "complete", ""
@@ -213,7 +214,7 @@ def _end_state(ended: TrialExit) -> tuple[EndState, str]:
 
 
 def _evaluations(run: Path, *, goal: str) -> Iterator[tuple[int, float]]:
-    """Yield the number and value of each evaluation in the events of a run."""
+    """Yield the number and the value of each evaluation of a run."""
     if not (run / RUN_FILE).exists():
         return
     every = open_run(run).config.get("eval_every")
@@ -229,7 +230,7 @@ def _is_done(run: Path) -> bool:
 
 
 def _last_value(run: Path, *, goal: str) -> tuple[float | None, int]:
-    """Return the last value of the target metric, and the number of steps."""
+    """Return the last value of the goal metric and the number of steps."""
     if not (run / RUN_FILE).exists():
         return None, 0
     history = History(run)
@@ -239,7 +240,10 @@ def _last_value(run: Path, *, goal: str) -> tuple[float | None, int]:
 
 
 def _peak_memory(run: Path) -> int | None:
-    """Return the largest memory reading of a run: peak of the device, else of live tensors, else of the process."""
+    """Return the largest memory reading of a run in bytes, or None.
+
+    Each reading counts the device's peak if it has one, else its reserved or allocated memory, else the process.
+    """
     if not (run / RUN_FILE).exists():
         return None
     readings = (event.get("memory") for event in History(run).events(kinds=("epoch", "health")))
@@ -252,14 +256,14 @@ def _peak_memory(run: Path) -> int | None:
 
 
 def _await_lock(run: Path, *, seconds: float = 60.0) -> None:
-    """Wait until the process of a killed worker has released the run folder."""
+    """Wait until the process of a killed worker has released the lock of the run folder."""
     deadline = time.monotonic() + seconds
     while (run / RUN_FILE).exists() and lock.is_locked(run) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
 class _Heartbeats:
-    """Writes a heartbeat for a trial every few seconds."""
+    """Writes a heartbeat of a trial when called, at most every HEARTBEAT_SECONDS."""
 
     def __init__(self, study: SearchStudy, number: int) -> None:
         self._study = study
@@ -278,7 +282,7 @@ class _Heartbeats:
 
 
 def devices_for(device: str, *, jobs: int, log: Log) -> list[str]:
-    """Return the device of each worker: one per GPU, as many as requested on the CPU, otherwise a single one."""
+    """Return the device of each worker: one worker per GPU, `jobs` workers on the CPU, otherwise a single one."""
     if jobs <= 1:
         return [device]
     from whet.machine.probe import probe_machine
@@ -290,7 +294,7 @@ def devices_for(device: str, *, jobs: int, log: Log) -> list[str]:
     if device != "auto" and device != first.kind:
         log(f"--device {device}: one device, so trials run one after the other")
         return [device]
-    # At most one worker per GPU: two trials would compete for its memory.
+    # Use at most one worker per GPU, because two trials would compete for its memory.
     if first.kind == "cuda" and len(accelerators) > 1:
         return [f"cuda:{number}" for number in range(min(jobs, len(accelerators)))]
     log(f"--jobs {jobs}: there is one {first.name or first.kind}, so trials run one after the other")
@@ -298,7 +302,7 @@ def devices_for(device: str, *, jobs: int, log: Log) -> list[str]:
 
 
 def run_together(functions: list[Callable[[], None]], *, stop: threading.Event) -> None:
-    """Run functions in threads, which only wait for processes. If one fails, stop the rest and let them save."""
+    """Run each function in a thread. If one of them fails, stop the others, which save first."""
     with ThreadPoolExecutor(max_workers=len(functions), thread_name_prefix="worker") as pool:
         futures: list[Future[None]] = [pool.submit(function) for function in functions]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -309,5 +313,5 @@ def run_together(functions: list[Callable[[], None]], *, stop: threading.Event) 
 
 
 def machine_name() -> str:
-    """Return the name and memory of this machine, to label trials that were infeasible here."""
+    """Return the name and the memory size of this machine, which label infeasible trials."""
     return f"{platform.node()} ({format_bytes(psutil.virtual_memory().total)})"

@@ -1,1 +1,1 @@
-"""`whet prove`: kill a training run at random times and at disk calls, resume it and compare every bit."""
+"""`whet prove`: kill a training run at random times and at disk calls, resume it, and compare every bit."""

@@ -23,13 +23,14 @@ class RunResult:
     tensors: "dict[str, Tensor]"
     """The tensors of the model, EMA, optimizer and random generators."""
     facts: dict[str, Any]
+    """The JSON part of the checkpoint: everything that is not a tensor."""
     losses: dict[int, float | None]
     """The loss of each step."""
     metrics: dict[tuple[int, str], Any]
     """The metrics by step and name."""
 
     def compared(self, *, runs: int, ignored_metrics: Collection[str]) -> ComparedCounts:
-        """Return the counts of compared values."""
+        """Return how many values a comparison with this result covers."""
         return ComparedCounts(
             tensors=len(self.tensors),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()),
@@ -41,7 +42,7 @@ class RunResult:
 
 
 def read_result(run: Path) -> RunResult:
-    """Read the result of a finished run."""
+    """Read the result of a finished run from its folder."""
     opened = open_run(run)
     newest = store.load_newest(opened.checkpoints, run_id=opened.header.id)
     assert newest is not None, "a finished run has a checkpoint"
@@ -54,7 +55,7 @@ def read_result(run: Path) -> RunResult:
 
 
 def unsteady_metrics(one: RunResult, other: RunResult) -> set[str]:
-    """Return the metrics that differ between two uninterrupted runs, such as durations."""
+    """Return the names of metrics that differ between two uninterrupted runs, such as durations."""
     keys = one.metrics.keys() | other.metrics.keys()
     return {key[1] for key in keys if not _is_same(one.metrics.get(key), other.metrics.get(key))}
 
@@ -90,7 +91,7 @@ def first_difference(
 
 
 def detects_differences(result: RunResult) -> bool:
-    """Return whether the comparison detects one flipped bit of a tensor and a loss that is off by one ulp."""
+    """Return whether the comparison detects one flipped bit in a tensor, and a loss that differs by one ulp."""
     name = next((name for name, tensor in sorted(result.tensors.items()) if tensor.numel()), None)
     if name is None or not result.losses:
         return False
@@ -115,13 +116,14 @@ def _has_equal_bits(expected: RunResult, got: RunResult, name: str) -> bool:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two values are the same. NaN equals NaN, and 0.0 does not equal -0.0."""
+    """Return whether two values have the same type and representation. NaN equals NaN, and 0.0 differs from -0.0."""
     return type(a) is type(b) and (
         repr(a) == repr(b) if isinstance(a, float) and math.isfinite(a) else str(a) == str(b)
     )
 
 
 def _first_fact(expected: Any, got: Any, *, path: str = "") -> str:
+    """Describe the first difference between two JSON values, with its path."""
     if isinstance(expected, dict) and isinstance(got, dict):
         for name in sorted(expected.keys() | got.keys()):
             if expected.get(name) != got.get(name):

@@ -1,4 +1,4 @@
-"""Kill trainings at random times and at disk calls, check the crash state and compare the resumed runs."""
+"""Kill training processes at random times and at disk calls, check the crash state and compare the resumed runs."""
 
 import itertools
 import random
@@ -23,16 +23,17 @@ from whet.run.proof import MIN_RESUMED_FRACTION, KillCounts, ProofDifference
 if TYPE_CHECKING:
     from whet.prove.compare import RunResult
 
-# The time limit of a process whose duration is unknown.
+# Time limit for a process whose duration is not known yet.
 MAX_SECONDS = 3600.0
 # A run is finished and compared after at most this many kills.
 MAX_KILLS_PER_RUN = 8
-# The fraction of kills at any time after the process starts, including imports. All other kills happen during training.
+# Fraction of the kills that happen while the process starts, for example during imports. The others happen during
+# training.
 EARLY_SHARE = 0.1
-# Kills happen in this first part of the run after its first checkpoint. The rest is left for the processes that
-# resume the run.
+# Kills during training happen within this fraction of the time after the first checkpoint. The rest of the run is left
+# to the processes that resume it.
 REACH = 0.35
-# If the kills covered too little, try up to this many more, or as many as were requested if that is larger.
+# If too few processes resumed, allow this many more kills, or as many as were requested if that is larger.
 MAX_EXTRA_KILLS = 10
 
 Log = Callable[[str], None]
@@ -40,10 +41,11 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvableTraining:
-    """A training run to prove: "module:function", called with a run folder, and its arguments.
+    """A training run to prove: a function as "module:function", and its arguments.
 
-    The proof sets the arguments `steps`, the maximum number of steps, and `every`, the steps between checkpoints. A
-    function `preload(arguments)` in the same module may import what the training will import.
+    The function is called with a run folder and the arguments. The proof adds two arguments: `steps`, the maximum
+    number of steps, and `every`, the number of steps between checkpoints. A function `preload(arguments)` in the same
+    module may import the modules that training needs.
     """
 
     target: str
@@ -51,7 +53,7 @@ class ProvableTraining:
 
 
 class ProofFailure(Exception):  # noqa: N818 - a result, not an error
-    """A killed training was not restored exactly."""
+    """Raised when a killed run was not restored exactly."""
 
     def __init__(self, difference: ProofDifference) -> None:
         super().__init__(difference.what)
@@ -63,21 +65,21 @@ class CrashState:
     """The checkpoints of a run folder after a kill."""
 
     complete: tuple[int, ...] = ()
-    """Steps of the checkpoints that match their manifest."""
+    """Steps of checkpoints whose files have the sizes in their manifest."""
     torn: tuple[int, ...] = ()
-    """Steps of checkpoints that have their final name but do not match their manifest."""
+    """Steps of checkpoints that have their final name, but do not match their manifest."""
     drafts: frozenset[str] = frozenset()
-    """Temporary folders of checkpoints that were being written or removed."""
+    """Names of temporary folders, left by an interrupted write or removal of a checkpoint."""
     lost: str | None = None
-    """A description of a checkpoint that was reported as saved and is missing, or None."""
+    """Description of a checkpoint that was reported as saved and is missing, or None."""
 
     def was_interrupted_since(self, before: "CrashState") -> bool:
-        """Return whether the latest kill interrupted the writing or removal of a checkpoint."""
+        """Return whether a checkpoint was being written or removed at the kill between `before` and this state."""
         return bool(self.drafts - before.drafts) or bool(set(self.torn) - set(before.torn))
 
 
 def read_crash_state(run: Path) -> CrashState:
-    """Return the crash state of a run folder; empty if the folder does not exist."""
+    """Return the crash state of a run folder. It is empty if the folder is not a run."""
     if not (run / RUN_FILE).exists():
         return CrashState()
     checkpoints = run / CHECKPOINTS
@@ -96,8 +98,8 @@ def read_crash_state(run: Path) -> CrashState:
 def _lost_checkpoint(run: Path, complete: list[int]) -> str | None:
     """Return a description of a lost checkpoint, or None.
 
-    The newest checkpoint that the events report as saved, or a newer one, must exist. Once two were saved, two must
-    exist.
+    The newest checkpoint that the log reports as saved, or a newer one, must exist. After two saves, two checkpoints
+    must exist.
     """
     saved = {event.step for event in read_events(run, kinds=("checkpoint",))}
     if saved and max(complete, default=-1) < max(saved):
@@ -108,7 +110,7 @@ def _lost_checkpoint(run: Path, complete: list[int]) -> str | None:
 
 
 class ProofRunner:
-    """Starts processes of one training run and compares finished runs with an uninterrupted run."""
+    """Starts training processes, and compares finished runs with an uninterrupted run."""
 
     def __init__(
         self, training: ProvableTraining, launcher: Launcher, scratch: Path, *, steps: int, every: int
@@ -125,7 +127,7 @@ class ProofRunner:
         self._processes: list[TrainingProcess] = []
 
     def start(self, run: Path, *, launcher: Launcher | None = None, **death: int) -> TrainingProcess:
-        """Start or resume a run. `death` names the disk call at which the process is killed (see ProcessOrder)."""
+        """Start or resume a run. `death` sets the disk call at which the process kills itself (see ProcessOrder)."""
         number = next(self._numbers)
         order = ProcessOrder(
             target=self._target,
@@ -139,7 +141,7 @@ class ProofRunner:
         return self._processes[-1]
 
     def run_uninterrupted(self, run: Path, *, launcher: Launcher | None = None) -> TrainingProcess:
-        """Train to the end. A failure without a kill is an error."""
+        """Train to the end. Raise UsageError or WhetError if training fails, because nothing was killed."""
         process = self.start(run, launcher=launcher)
         code = process.wait(self.limit_seconds)
         if code == 0:
@@ -152,7 +154,7 @@ class ProofRunner:
         raise WhetError("the training fails even without kills", got=how, try_="whet train first")
 
     def finish(self, run: Path, *, kills: str) -> TrainingProcess:
-        """Resume a run one last time. It must reach the end."""
+        """Resume a run until it ends. Raise ProofFailure if it does not."""
         process = self.start(run)
         code = process.wait(self.limit_seconds)
         if code is None:
@@ -163,7 +165,7 @@ class ProofRunner:
         return process
 
     def compare(self, run: Path, *, kills: str) -> None:
-        """Compare a finished run with the uninterrupted run. Remove it if they are equal."""
+        """Compare a finished run with the uninterrupted run. Raise ProofFailure if they differ, else remove it."""
         from whet.prove.compare import first_difference, read_result
 
         assert self.expected is not None
@@ -175,9 +177,9 @@ class ProofRunner:
         shutil.rmtree(run)
 
     def _variables_not_restored(self, run: Path) -> tuple[str, ...]:
-        """Return the variables of the user that differed where a process resumed the run, by name.
+        """Return the names of user variables that differed from the uninterrupted run when a process resumed.
 
-        The uninterrupted runs are the first processes. What differs between those two is left out, such as times.
+        The first two processes are uninterrupted runs. Variables that differ between them, such as times, are ignored.
         """
         whole, second = (_variables(process) for process in self._processes[:2])
         names: dict[str, None] = {}
@@ -186,7 +188,7 @@ class ProofRunner:
             now = _variables(process).get(step)
             if process.order.run == run and now is not None and step in whole:
                 before, again = whole[step], second.get(step, {})
-                # A variable that is not bound yet cannot be read before the loop assigns it.
+                # Ignore variables that are not bound yet: the code must assign them before it can read them.
                 bound = {(_variable(name), name.rpartition("` of ")[2]) for name in now}
                 steady = [
                     name
@@ -198,11 +200,12 @@ class ProofRunner:
 
 
 def _variables(process: TrainingProcess) -> dict[int, dict[str, str]]:
+    """Return the digests of the user's variables, by step and name."""
     return {message["step"]: message["digests"] for message in process.messages("variables")}
 
 
 def _variable(name: str) -> str:
-    """Return the variable in the name of a value.
+    """Return the name of the variable that a value belongs to.
 
     >>> _variable("`len(carried[0].h)` of main()")
     'carried'
@@ -211,11 +214,11 @@ def _variable(name: str) -> str:
 
 
 def _without_parts(names: Iterable[str]) -> list[str]:
-    """Return one name for each variable: that of its first part that differs."""
+    """Return one name per variable: that of its first part that differs."""
     first: dict[str, str] = {}
     for name in names:
         plain = re.sub(r"^`len\((.*)\)`", r"`\1`", name)
-        # Attributes of `self` are variables of their own.
+        # Count each attribute of `self` as a separate variable.
         key = plain if _variable(name) == "self" else _variable(name)
         first.setdefault(key, plain)
     return list(first.values())
@@ -223,31 +226,31 @@ def _without_parts(names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofPace:
-    """Durations of an uninterrupted training."""
+    """Durations of an uninterrupted run."""
 
     start_seconds: float
-    """Seconds from the start of the process to the first step."""
+    """Seconds from the start of the process to the start of training."""
     train_seconds: float
-    """Seconds from the first step to the end."""
+    """Seconds from the start of training to the end of the process."""
     save_seconds: float
-    """Seconds from the first step to the first checkpoint after a step. The first step may be very slow."""
+    """Seconds from the start of training to the first checkpoint after step 0. The first step may be very slow."""
     draft_seconds: tuple[float, ...] = ()
-    """Seconds from the first step to the start of each checkpoint, including the checkpoint of step 0."""
+    """Seconds from the start of training to the start of each checkpoint, including the checkpoint of step 0."""
 
 
 def measure_pace(process: TrainingProcess) -> ProofPace:
-    """Return the durations of an uninterrupted process."""
+    """Return the durations of a process that was not killed."""
     ready = process.start_seconds
     # At least 0.05 s, so that there is an interval to draw random times from.
     train = max(0.05, process.seconds - ready)
     drafts = tuple(message["time"] - process.started - ready for message in process.messages("draft"))
-    # drafts[0] is the checkpoint of step 0, and drafts[1] the first one after a step.
+    # drafts[0] is the checkpoint of step 0, and drafts[1] is the next one.
     save = drafts[1] if len(drafts) > 1 else 0.0
     return ProofPace(start_seconds=ready, train_seconds=train, save_seconds=save, draft_seconds=drafts)
 
 
 class KillCounter:
-    """Counts kills and the operations that they interrupted."""
+    """Counts processes, kills, and the operations that the kills interrupted."""
 
     def __init__(self) -> None:
         self.counts = KillCounts()
@@ -256,7 +259,7 @@ class KillCounter:
         self.counts = self.counts.plus(KillCounts(**counts))
 
     def killed(self, process: TrainingProcess, before: CrashState, run: Path, *, name: str = "") -> CrashState:
-        """Check the run folder after a kill. Raises ProofFailure for a torn or lost checkpoint."""
+        """Count a kill and return the new crash state. Raise ProofFailure for a torn or lost checkpoint."""
         after = read_crash_state(run)
         self.add(
             kills=1,
@@ -275,7 +278,7 @@ class KillCounter:
         return after
 
     def finished(self, process: TrainingProcess) -> None:
-        """Count a process that reached the end."""
+        """Count a process that ended without being killed."""
         self.add(processes=1, resumed=int(process.resumed_from > 0))
 
 
@@ -285,7 +288,7 @@ class KillCounter:
 def kill_at_random(
     runner: ProofRunner, pace: ProofPace, counter: KillCounter, *, kills: int, seed: int, log: Log
 ) -> None:
-    """Kill processes at times drawn from `seed`, finish each run and compare it. Raises ProofFailure."""
+    """Kill processes at random times, then finish each run and compare it. Raise ProofFailure if one differs."""
     draw = random.Random(seed)
     runs = misses = 0
     while _needs_more(counter.counts, kills) and misses < kills + MAX_EXTRA_KILLS:
@@ -324,27 +327,27 @@ def _needs_more(counts: KillCounts, kills: int) -> bool:
 def _kill_at_random_time(
     process: TrainingProcess, pace: ProofPace, draw: random.Random, *, complete: tuple[int, ...]
 ) -> str:
-    """Wait for a random time, kill the process and describe when. `complete` lists the earlier checkpoints."""
+    """Kill the process at a random time, and describe the time. `complete` contains the steps of its checkpoints."""
     is_early, share = draw.random() < EARLY_SHARE, draw.random()
     if is_early:
         seconds = share * pace.start_seconds
         time.sleep(seconds)
         process.kill()
         return f"killed {seconds:.2f} s after its start"
-    # A generous limit: the machine may be much busier than during the measurement of the pace.
+    # The limit is generous, because the machine may be much busier than when the pace was measured.
     timeout = max(60.0, 20 * (pace.start_seconds + pace.train_seconds))
     process.wait_for("ready", timeout)
-    # Without a checkpoint to resume from, wait for one before the kill. Otherwise every process would start from step
-    # 0.
+    # If there is no checkpoint to resume from, kill only after one has been written. Otherwise every process would
+    # start from step 0.
     can_resume = max(complete, default=0) > 0
     first = 0.0 if can_resume else pace.save_seconds
     last = pace.save_seconds + REACH * (pace.train_seconds - pace.save_seconds)
     seconds = first + share * (last - first)
     drafts = sum(draft <= seconds for draft in pace.draft_seconds)
     if drafts > 1 and not can_resume:
-        # Wait for a number of checkpoints, not of seconds: the machine may be busier now than during the measurement.
-        # If only the checkpoint of step 0 exists, wait until the third checkpoint of the run begins: the second one is
-        # then complete, and the next process resumes from it.
+        # Wait for a number of checkpoints instead of seconds, because the machine may be busier now. If only the
+        # checkpoint of step 0 exists, wait until the third checkpoint of the run begins: the second one is complete by
+        # then, and the next process resumes from it.
         drafts = min(max(3, drafts), len(pace.draft_seconds)) if complete else drafts
         process.wait_for("draft", timeout, count=drafts - (0 in complete))
         seconds -= pace.draft_seconds[drafts - 1]
@@ -359,7 +362,7 @@ def _kill_numbers(first: int, last: int) -> str:
 
 
 def _check_exit(process: TrainingProcess, code: int | None, name: str) -> None:
-    """Accept a process that ended before it could be killed. Reject one that failed."""
+    """Accept a process that ended before it was killed. Raise ProofFailure if it failed or did not end."""
     if code != 0:
         why = "did not end" if code is None else f"failed: {process.failure()}"
         raise ProofFailure(ProofDifference(what=f"a process {why}", kills=name))
@@ -371,13 +374,13 @@ def _check_exit(process: TrainingProcess, code: int | None, name: str) -> None:
 def kill_at_disk_calls(
     runner: ProofRunner, counter: KillCounter, *, num_drafts: int, budget_seconds: float, seed: int, log: Log
 ) -> int:
-    """Kill before every disk call of a resume, save and cleanup, and after the last one. Return the number of calls.
+    """Kill before each disk call of a resume, save and cleanup, and after the last one. Return the number of calls.
 
     A kill before a call is equivalent to a kill after the previous call, because only these calls change the disk. The
-    calls are visited in random order, seeded by `seed`, until the time budget is used up.
+    calls are tried in random order, seeded by `seed`, until the time budget is used up.
     """
     stopped = runner.scratch / "stopped"
-    # Stop in the middle of the last save, so that the calls include the removal of an unfinished checkpoint.
+    # Kill in the middle of the last save, so that the calls include the removal of an unfinished checkpoint.
     process = runner.start(stopped, die_in_draft=num_drafts)
     if process.wait(runner.limit_seconds) != -signal.SIGKILL:
         shutil.rmtree(stopped, ignore_errors=True)
@@ -392,7 +395,7 @@ def kill_at_disk_calls(
     calls = int(whole.messages("end")[0]["calls"])
     log(f"disk calls: {calls} in a resume, a save and its cleanup")
     deadline = time.monotonic() + budget_seconds
-    # Position calls + 1 stands for a kill after the last call.
+    # Position `calls + 1` means a kill after the last call.
     for at in random.Random(seed).sample(range(1, calls + 2), calls + 1):
         if time.monotonic() > deadline:
             log(f"disk calls: stopped after {budget_seconds:.0f} s; the others are left out")

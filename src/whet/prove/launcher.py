@@ -1,4 +1,4 @@
-"""Start training processes, as forks of a warm process or as new processes, and kill them."""
+"""Start training processes, either as new processes or as forks of a warm process, and kill them."""
 
 import contextlib
 import json
@@ -14,20 +14,20 @@ from whet.prove.training_process import ProcessOrder
 
 _HASH_SEED = "PYTHONHASHSEED"
 _POLL_SECONDS = 0.002
-# Importing torch from a cold disk may take minutes.
+# Time limit for imports: importing torch from a slow disk may take minutes.
 _LOAD_SECONDS = 600.0
 # Extra time for the fork server to respond on a busy machine.
 _SLACK_SECONDS = 60.0
 
 
 class TrainingProcess:
-    """One running training."""
+    """One training process, running or ended."""
 
     def __init__(self, pid: int, order: ProcessOrder, wait: Callable[[float], int | None]) -> None:
         self.pid, self.order = pid, order
         self.started = time.monotonic()
         self.seconds = 0.0
-        """The duration in seconds. Set by `wait`."""
+        """Duration of the process in seconds, set by `wait`."""
         self._wait = wait
 
     def kill(self) -> None:
@@ -36,10 +36,13 @@ class TrainingProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit code (negative signal number if killed), or None if it was killed here after `seconds`."""
+        """Wait for the process and return its exit code (negative signal number if killed).
+
+        Return None if it was still running after `seconds` and was therefore killed.
+        """
         code = self._wait(seconds)
         self.seconds = time.monotonic() - self.started
-        # Kill its worker processes too: without this they would end only seconds later.
+        # Kill its worker processes too, which would otherwise end seconds later.
         kill_group(self.pid)
         return code
 
@@ -50,7 +53,7 @@ class TrainingProcess:
         return [message for message in map(json.loads, lines) if message["kind"] == kind]
 
     def wait_for(self, kind: str, seconds: float, *, count: int = 1) -> bool:
-        """Wait for `count` messages of one kind; return False if the process ends first or `seconds` have passed."""
+        """Wait for `count` messages of one kind. Return False if the process ends first, or after `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if len(self.messages(kind)) >= count:
@@ -62,12 +65,12 @@ class TrainingProcess:
 
     @property
     def start_seconds(self) -> float:
-        """Seconds from the start of the process to the start of the training run."""
+        """Seconds from the start of the process to the start of training."""
         return next((float(message["time"]) - self.started for message in self.messages("ready")), self.seconds)
 
     @property
     def resumed_from(self) -> int:
-        """The step that the process resumed from; 0 for a new run or if it was killed before it reported the step."""
+        """The step that the process resumed from. 0 for a new run, or if it was killed before it reported the step."""
         return int(next((message["step"] for message in self.messages("ready")), 0))
 
     def failure(self) -> str:
@@ -80,13 +83,13 @@ class TrainingProcess:
 
 
 class Launcher(Protocol):
-    """A way to start training processes."""
+    """Starts training processes."""
 
     def start(self, order: ProcessOrder) -> TrainingProcess: ...
 
 
 class ProcessLauncher:
-    """Starts a new Python process for each training run. Slow, but closest to real use. A context manager."""
+    """A context manager that starts a new Python process for each training run. Slow, but closest to real use."""
 
     def __init__(self, hash_seed: int) -> None:
         self._environment = env.child_environment(**_hash_seed_variable(hash_seed))
@@ -115,17 +118,17 @@ class ProcessLauncher:
 
 
 class ForkLauncher:
-    """Forks each training run from a process that has imported torch. Linux and CPU only. A context manager."""
+    """A context manager that forks each training process from one that has imported torch. Linux and CPU only."""
 
     def __init__(self, hash_seed: int) -> None:
         environment = env.child_environment(**_hash_seed_variable(hash_seed))
         target = "whet.prove.training_process:serve_forks"
         self._server = JsonWorker(target, environment=environment, is_threaded=False)
         self._newest: int | None = None
-        """The latest fork, until it has been waited for."""
+        """Process id of the latest fork until `wait` returns, else None."""
 
     def load(self, target: str, arguments: dict[str, Any]) -> str | None:
-        """Import the modules that the training needs; return the reason if it cannot be forked, else None."""
+        """Import the modules that training needs. Return the reason why the process cannot be forked, or None."""
         threads = self._request({"load": {"target": target, "arguments": arguments}}, _LOAD_SECONDS).get("threads")
         return None if threads == 1 else f"its libraries started {threads} threads when they were imported"
 
@@ -157,5 +160,8 @@ class ForkLauncher:
 
 
 def _hash_seed_variable(seed: int) -> dict[str, str]:
-    """Fix the hash seed, unless the user did: sets of text must be ordered differently here and there, reproducibly."""
+    """Return the environment variable that fixes the hash seed, or nothing if the user has set it.
+
+    Each launcher has a different seed, so that the order of sets of strings differs between them, but is reproducible.
+    """
     return {} if env.read(_HASH_SEED) else {_HASH_SEED: str(seed % 2**32)}

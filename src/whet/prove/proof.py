@@ -1,4 +1,4 @@
-"""Run a proof in a temporary folder and render its verdict."""
+"""Run a proof in a temporary folder and render its result."""
 
 import contextlib
 import shutil
@@ -29,10 +29,10 @@ from whet.run import durable
 from whet.run.folder import installed_versions, open_run
 from whet.run.proof import ComparedCounts, KillCounts, Proof, ProofDifference, Verdict, why_insufficient
 
-# Limits of the number of steps; within them, TARGET_SECONDS determines it.
+# Limits of the number of steps. It is chosen so that a run takes about TARGET_SECONDS.
 MAX_STEPS, MIN_STEPS = 48, 12
 NUM_CHECKPOINTS = 12
-# Steps of the trial run, which shows how fast the training run is and which device it uses.
+# Steps of the trial run, which determines the duration of a step and the device.
 TRIAL_STEPS = 8
 # The target duration of one uninterrupted run.
 TARGET_SECONDS = 4.0
@@ -42,7 +42,7 @@ MAX_NAMES = 8
 
 @dataclass(kw_only=True, slots=True)
 class ProofRequest:
-    """The training run to prove, and the effort."""
+    """The training run to prove, and the options of the proof."""
 
     training: ProvableTraining
     recipe: str
@@ -55,11 +55,14 @@ class ProofRequest:
     disk_seconds: float = DISK_SECONDS
     """The time budget for all kills at disk calls together."""
     launcher: Launcher | None = None
-    """The launcher of processes; None to choose by device and operating system."""
+    """The launcher of processes, or None to choose one by device and operating system."""
 
 
 def prove(request: ProofRequest) -> tuple[Proof, Path]:
-    """Return the verdict and the uninterrupted run. A failure without a kill is an error."""
+    """Run a proof. Return its result and the folder of the uninterrupted run.
+
+    Raise UsageError or WhetError if training fails without being killed.
+    """
     with ExitStack() as stack:
         return _ProofRun(request, stack).run()
 
@@ -74,7 +77,7 @@ class _ProofRun:
         self._steps = self._calls = 0
         self._device = self._how = "unknown"
         self._runner: ProofRunner | None = None
-        # Use different hash seeds for new processes and forks, so that sets of strings have different orders.
+        # Use different hash seeds for new processes and forks, so that the order of sets of strings differs.
         self._fresh = request.launcher or stack.enter_context(ProcessLauncher(2 * request.seed + 1))
 
     def run(self) -> tuple[Proof, Path]:
@@ -91,12 +94,12 @@ class _ProofRun:
         difference = self._compare_uninterrupted(runner, whole, second)
         if difference is not None:
             return self._proof("cannot be proved", "not deterministic", difference=difference), whole
-        # Test the test: a comparison that misses a flipped bit would prove nothing.
+        # Test the comparison itself: if it misses a flipped bit, it proves nothing.
         if not self._comparison_works(runner):
             return self._proof("cannot be proved", "the comparison does not detect a flipped bit"), whole
         pace = measure_pace(process)
         log(f"two uninterrupted runs are equal in every bit; {process.seconds:.1f} s each")
-        # A generous limit, because the machine may be busier later.
+        # The limit is generous, because the machine may be busier later.
         runner.limit_seconds = max(60.0, 20 * process.seconds)
         try:
             drafts = process.messages("draft")
@@ -126,7 +129,7 @@ class _ProofRun:
         process = runner.run_uninterrupted(request.scratch / "trial")
         run = open_run(request.scratch / "trial")
         self._device = read_plan(run.plan, where=f"{run.path}/plan.json").device
-        # Measure between checkpoints: the first step and the last evaluation may take longer than all other steps.
+        # Measure between checkpoints, because the first step and the last evaluation may take longer than all others.
         saves = [message["time"] for message in process.messages("draft")][1:]
         step_seconds = (
             (saves[-1] - saves[0]) / TRIAL_STEPS
@@ -137,7 +140,7 @@ class _ProofRun:
         return steps, max(1, steps // NUM_CHECKPOINTS)
 
     def _choose_launcher(self) -> Launcher:
-        """Choose forks where they are safe, otherwise new processes; log the reason."""
+        """Return a launcher of forks where forking is safe, otherwise one of new processes."""
         request = self._request
         if request.launcher is not None:
             self._how = "each process is started as requested"
@@ -200,9 +203,9 @@ class _ProofRun:
 
 @contextlib.contextmanager
 def scratch_directory(path: Path) -> Iterator[Path]:
-    """Create a temporary folder next to `path`, on the same disk, and remove it at the end.
+    """Create a temporary folder next to `path`, on the same disk. Remove it at the end of the `with` block.
 
-    SIGTERM ends the proof like Ctrl-C does. Results must be moved out of the folder before it is removed.
+    Results must be moved out of the folder before that. SIGTERM raises SystemExit, so that the folder is removed too.
     """
     made = durable.make_directory(path.parent)
     folder = durable.leftover_name(path)
@@ -213,7 +216,7 @@ def scratch_directory(path: Path) -> Iterator[Path]:
     finally:
         signal.signal(signal.SIGTERM, before)
         for _ in range(3):
-            # Retry: a process that was just killed may still have been writing.
+            # Retry, because a process that was just killed may still have been writing.
             shutil.rmtree(folder, ignore_errors=True)
         durable.remove_empty(made)
 
@@ -226,7 +229,7 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 
 
 def render_proof(proof: Proof) -> list[str]:
-    """Return the lines of a proof: first the verdict, then the evidence."""
+    """Return a proof as lines of text: first the verdict, then the evidence."""
     reason = "killed, resumed, and every bit is equal" if proof.verdict == "proved" else proof.reason or ""
     lines = [_line(proof.verdict, f"{proof.recipe}: {reason}")]
     if proof.difference is not None:

@@ -1,7 +1,7 @@
-"""The training processes of a proof: one training run with a counting disk, and the fork server. Runs in children.
+"""The child processes of a proof: a training process that counts its disk calls, and the fork server.
 
-Nothing here imports torch before the training does. A training process writes its messages to a file, because they must
-survive a SIGKILL and a fork has no pipe.
+This module does not import torch itself. A training process writes its messages to a file, because they must survive a
+SIGKILL, and a forked process has no pipe to the parent.
 """
 
 import contextlib
@@ -27,44 +27,45 @@ from whet.run import durable
 from whet.run.disk import Disk
 from whet.run.folder import CHECKPOINTS
 
-# List every method of Disk, so that new methods are counted without a change here.
+# All public methods of Disk, so that a new method is counted without a change here.
 DISK_CALLS = tuple(name for name in vars(Disk) if not name.startswith("_"))
 
-# After this many disk calls, the first file of a checkpoint exists and its manifest does not.
+# This many disk calls after its folder was created, a checkpoint has its first file, but no manifest.
 _CALLS_INTO_DRAFT = 4
 _POLL_SECONDS = 0.002
 _LIBRARY_PATHS = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib"))
 
 
 class ProcessOrder(FrozenModel):
-    """The instructions for a training process."""
+    """What a training process runs, and when it kills itself."""
 
     target: str
-    """The training run as "module:function", called with the run folder, the arguments and `on_event`."""
+    """The training function as "module:function". It is called with the run folder, the arguments and `on_event`."""
     arguments: dict[str, Any]
     run: Path
     messages: Path
-    """The file for messages, one JSON line each."""
+    """The file for messages, one JSON object per line."""
     output: Path
     """The file for stdout and stderr."""
     die_at: int = 0
-    """The disk call at which the process is killed; 0 for none."""
+    """The disk call, counted from 1, before which the process is killed; 0 for none."""
     die_after: bool = False
+    """Whether the process is killed after that call instead."""
     die_in_draft: int = 0
     """The checkpoint, counted from 1, during which the process is killed; 0 for none."""
 
 
 class TrainFunction(Protocol):
-    """A training run that can be proved: it starts in a run folder or resumes from it."""
+    """A function that starts a training run in a folder, or resumes it."""
 
     def __call__(self, run: Path, arguments: dict[str, Any], *, on_event: Any) -> None: ...
 
 
 class CountingDisk(Disk):
-    """Counts disk calls from 1, and kills the process with SIGKILL at one of them.
+    """Counts disk calls, and kills the process with SIGKILL at one of them.
 
-    The kill happens before or after the call `die_at`, or in the middle of writing checkpoint number `die_in_draft`.
-    `log` is called at the start of every checkpoint and at the last call.
+    The process dies before or after call number `die_at`, or in the middle of writing checkpoint number `die_in_draft`.
+    `log` is called at the start of every checkpoint, and before the kill.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class CountingDisk(Disk):
         self._lock = threading.Lock()
 
     def _call(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        # Calls may come from several threads, and each needs a unique number.
+        # Several threads may make calls, and each call needs a unique number.
         with self._lock:
             self.count += 1
             number = self.count
-        # A new folder below checkpoints/ is the start of a checkpoint.
+        # A new folder in checkpoints/ is the start of a checkpoint.
         if name == "make_folder" and arguments[0].parent.name == CHECKPOINTS:
             self._log("draft", call=number)
             self._num_drafts += 1
@@ -105,15 +106,15 @@ for _name in DISK_CALLS:
 
 
 def run_order(_channel: WorkerChannel, order: dict[str, Any]) -> int:
-    """Train once in a separate process; return the exit code."""
+    """Run an order in a new process of ProcessLauncher. Return the exit code."""
     return run_training(ProcessOrder.model_validate(order))
 
 
 def run_training(order: ProcessOrder) -> int:
-    """Train as an order says; return the exit code."""
+    """Train as specified by an order. Return the exit code."""
     output = os.open(order.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    # Redirect the descriptors, not sys.stdout, so that output of C libraries is captured too.
+    # Redirect the file descriptors instead of sys.stdout, so that output of C libraries is captured too.
     for standard, descriptor in ((0, nothing), (1, output), (2, output)):
         os.dup2(descriptor, standard)
     messages = os.open(order.messages, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -143,7 +144,7 @@ def run_training(order: ProcessOrder) -> int:
 
 
 def _describe(error: Exception) -> dict[str, Any]:
-    """Return the error with the last line of user code in its traceback."""
+    """Return the error as JSON, with the last line of user code in its traceback."""
     if isinstance(error, WhetError):
         return error_to_json(error)
     ours = str(Path(__file__).parent.parent)
@@ -158,10 +159,9 @@ def _describe(error: Exception) -> dict[str, Any]:
 
 
 def serve_forks(channel: WorkerChannel, _arguments: dict[str, Any]) -> int:
-    """Import torch and the libraries once, and start each training run as a fork.
+    """Import torch and other libraries once, and start each training process as a fork.
 
-    Each fork imports the training run's module again: whatever the module draws or reads at import must be the same in
-    every process, or the proof must fail.
+    User code is not imported here but in each fork, because a proof must fail if importing it is not deterministic.
     """
     for request in channel.messages():
         if "load" in request:
@@ -174,12 +174,12 @@ def serve_forks(channel: WorkerChannel, _arguments: dict[str, Any]) -> int:
 
 
 def _import_libraries(target: str, arguments: dict[str, Any]) -> int:
-    """Import the libraries of the training run; return the number of threads, because only one may fork.
+    """Import the libraries of a training run. Return the number of threads: only a single-threaded process may fork.
 
-    A child process determines the list of libraries, so that no code of the training runs here.
+    A child process imports the user's code and reports which libraries it needs, so that user code does not run here.
     """
     importlib.import_module(target.partition(":")[0])
-    # Import it now; otherwise the first optimizer would import it in every fork.
+    # Import this now. Otherwise the first optimizer of every fork would import it.
     with contextlib.suppress(ImportError):
         importlib.import_module("torch._dynamo")
     reading, writing = os.pipe()
@@ -194,22 +194,23 @@ def _import_libraries(target: str, arguments: dict[str, Any]) -> int:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.collect()
-    # Freeze these permanent objects: a garbage collection in a fork would otherwise copy their pages.
+    # Exclude these permanent objects from garbage collection, which would copy their memory pages in every fork.
     gc.freeze()
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 def _report_libraries(target: str, arguments: dict[str, Any], writing: int) -> None:
+    """Write the names of the libraries that `preload` imports to a pipe, and exit."""
     before = set(sys.modules)
     with contextlib.suppress(Exception):
         preload = getattr(importlib.import_module(target.partition(":")[0]), "preload", None)
         if preload is not None:
             preload(arguments)
     names = [name for name in sys.modules if name not in before and _is_library(name)]
-    # At most the capacity of a pipe, so that the write cannot block.
+    # Write at most the capacity of a pipe, so that the write cannot block.
     os.write(writing, " ".join(names).encode()[:65_536])
-    # Skip exit handlers, which belong to the parent process.
+    # Skip the exit handlers, which belong to the parent process.
     os._exit(0)
 
 
@@ -219,16 +220,17 @@ def _is_library(name: str) -> bool:
 
 
 def _fork(channel: WorkerChannel, order: ProcessOrder) -> int:
+    """Fork a process that runs an order. Return its process id."""
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):
-            # Set the group in the parent as well: either process may run first.
+            # Set the process group in the parent as well, because either process may run first.
             os.setpgid(pid, pid)
         return pid
     code = 1
     try:
         channel.close()
-        # Make the fork a group leader, like any worker, and let it die with the fork server.
+        # Make the fork the leader of its own process group, as any worker, and let it die with the fork server.
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         if sys.platform == "linux":
@@ -241,7 +243,7 @@ def _fork(channel: WorkerChannel, order: ProcessOrder) -> int:
 
 
 def _wait(channel: WorkerChannel, pid: int, seconds: float) -> int | None:
-    """Return the exit code of a fork, or minus the signal that killed it. Kill it and return None after `seconds`."""
+    """Return the exit code of a fork (negative signal number if killed). Kill it and return None after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and channel.has_parent():
         ended, status = os.waitpid(pid, os.WNOHANG)

@@ -1,1 +1,1 @@
-"""Complete workloads that ship with whet. Configs and plans of a recipe do not need torch."""
+"""The recipes that ship with whet. Reading a recipe's config and planning it do not require torch."""

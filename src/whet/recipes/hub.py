@@ -1,6 +1,6 @@
 """Readable explanations for errors of the Hugging Face Hub."""
 
-# The first match is used. Match by class name, because the library may not be installed.
+# The first match is used. Errors are matched by class name, because huggingface_hub may not be installed.
 _HUB_ERRORS = (
     ("GatedRepoError", "gated repository: request access first"),
     ("RepositoryNotFoundError", "no such repository on the hub, or it is private"),
@@ -13,7 +13,7 @@ _HUB_ERRORS = (
 
 
 def explain_hub_error(error: BaseException) -> tuple[str, str]:
-    """Return the problem in one phrase, and the message of the original error.
+    """Return the problem as a short phrase, and the message of the original error.
 
     >>> explain_hub_error(ConnectionError("Name or service not known"))
     ('the hub cannot be reached', 'Name or service not known')

@@ -1,6 +1,6 @@
-"""Transformer layers without biases and learned norms, and the recursion of TRM. Shared by puzzle and chat models.
+"""Transformer layers without biases or norm weights, and TRM's recursion. Shared by the puzzle and chat models.
 
-Shapes: B rows, S positions, W width, H heads.
+TRM is the Tiny Recursive Model. Shapes: B rows, S positions, W width, H heads.
 """
 
 import math
@@ -23,8 +23,8 @@ _INNER_MULTIPLE = 256
 _ROTARY_BASE = 10_000.0
 
 _TRUNCATE_AT = 2.0
-"""The number of standard deviations at which the normal distribution is truncated, before it is rescaled."""
-# The probability within the bounds, and the density at a bound.
+"""The bound of the standard normal distribution before rescaling, in standard deviations."""
+# The probability mass within the bounds, and the density at a bound.
 _INSIDE = math.erf(_TRUNCATE_AT / math.sqrt(2))
 _DENSITY = math.exp(-(_TRUNCATE_AT**2) / 2) / math.sqrt(2 * math.pi)
 _RESCALE = 1 / math.sqrt(1 - 2 * _TRUNCATE_AT * _DENSITY / _INSIDE)
@@ -33,7 +33,7 @@ _RESCALE = 1 / math.sqrt(1 - 2 * _TRUNCATE_AT * _DENSITY / _INSIDE)
 RotaryAngles = tuple[Tensor, Tensor]
 """Cosines and sines, float32 of shape (S, W / H) or (B, 1, S, W / H)."""
 StateUpdate = Callable[[Tensor, Tensor], Tensor]
-"""Maps a state and a tensor to add to it to the next state."""
+"""Computes the next state from the current state and a tensor to add to it."""
 
 
 # --- initialization ---------------------------------------------------------------------------------------------------
@@ -41,9 +41,9 @@ StateUpdate = Callable[[Tensor, Tensor], Tensor]
 
 @torch.no_grad()
 def truncated_normal_(weights: Tensor, *, deviation: float) -> Tensor:
-    """Fill with truncated normal draws of this standard deviation; none exceeds 2.27 times it.
+    """Fill `weights` from a normal distribution truncated at 2.27 standard deviations.
 
-    Unlike `torch.nn.init.trunc_normal_`, the standard deviation is that after truncation.
+    Unlike the `std` of `torch.nn.init.trunc_normal_`, `deviation` is the standard deviation after truncation.
 
     >>> drawn = truncated_normal_(torch.empty(100_000), deviation=0.5)
     >>> round(float(drawn.std()), 2), bool(drawn.abs().max() < 1.14)
@@ -63,7 +63,7 @@ def init_linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def init_embedding(num_tokens: int, width: int) -> nn.Embedding:
-    """Return an embedding whose weights have a standard deviation of 1 / sqrt(width)."""
+    """Return an embedding table, initialized with standard deviation 1 / sqrt(width)."""
     table = nn.Embedding(num_tokens, width)
     truncated_normal_(table.weight, deviation=1 / math.sqrt(width))
     return table
@@ -73,7 +73,7 @@ def init_embedding(num_tokens: int, width: int) -> nn.Embedding:
 
 
 def rms_norm(x: Tensor, added: Tensor | None = None, *, epsilon: float = _EPSILON) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + epsilon) over the last axis in float32, after adding `added` to x."""
+    """Add `added` to x, then return x / sqrt(mean(x^2) + epsilon) over the last dimension, computed in float32."""
     if has_rms_kernel(x, added):
         normed: Tensor = rms_norm_sum(x, added, epsilon)[0]
         return normed
@@ -83,8 +83,13 @@ def rms_norm(x: Tensor, added: Tensor | None = None, *, epsilon: float = _EPSILO
 
 
 def rotary_angles(positions: Tensor, size: int, *, base: float = _ROTARY_BASE) -> RotaryAngles:
-    """Return rotary angles for heads of `size` at positions (S) or (B, S), position * base^(-2 i / size) for pair i."""
-    # Compute in float32: in bfloat16, positions above 256 would collide.
+    """Return cosines and sines of the rotary angles, position * base^(-2 i / size) for pair i of a head.
+
+    Args:
+        positions: (S) or (B, S).
+        size: The width of a head.
+    """
+    # Compute in float32: bfloat16 cannot represent every integer position above 256.
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     angles = positions.to(torch.float32)[..., None] * (1.0 / base**exponents)
     angles = torch.cat((angles, angles), dim=-1)
@@ -105,10 +110,10 @@ def apply_rotary(x: Tensor, by: RotaryAngles) -> Tensor:
 
 
 class KeyValueCache(Protocol):
-    """Keys and values of earlier positions. Called once per attention layer, in the same order in every pass."""
+    """Keys and values of earlier positions. Attention layers call `extend` in the same order in every forward pass."""
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new positions, each (B, H, S, W / H), and return those of all positions."""
+        """Append the keys and values of new positions, each (B, H, S, W / H), and return those of all positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,21 +121,21 @@ class AttentionArgs:
     """Arguments shared by all attention layers of a forward pass. The default is full attention."""
 
     rotation: RotaryAngles | None = None
-    """Rotary embedding of queries and keys; None for attention without positions."""
+    """The rotary embedding of queries and keys; None for attention without position information."""
     mask: Tensor | None = None
     """A float mask to add to the scores, or a bool mask that is true for allowed pairs; (S, S) or (B, 1, S, S)."""
     is_causal: bool = False
     """Whether each position attends only to itself and earlier positions. Cannot be combined with a mask."""
     spans: Spans | None = None
-    """The documents of all rows, concatenated. Each document attends only to itself.
+    """The document boundaries in the concatenated rows. Tokens attend only within their document.
 
-    `rotation` then contains the angles of positions within a document, and there is no mask.
+    `rotation` then contains the angles for positions within a document, and `mask` is not used.
     """
     memory: KeyValueCache | None = None
 
 
 class SelfAttention(nn.Module):
-    """softmax(q k / sqrt(W / H)) v. One matrix computes all queries, then all keys, then all values."""
+    """Multi-head self-attention. One matrix product computes queries, keys and values, concatenated in this order."""
 
     def __init__(self, width: int, *, num_heads: int) -> None:
         super().__init__()
@@ -163,7 +168,7 @@ class SelfAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def _has_kernel(self, qkv: Tensor, args: AttentionArgs) -> bool:
-        """Return whether whet's fused kernel can rotate and attend (attention=whet).
+        """Return whether whet's fused kernel can compute the rotary embedding and attention (attention=whet).
 
         The kernel supports full attention over a small number of positions.
         """
@@ -177,12 +182,12 @@ class SelfAttention(nn.Module):
 
 
 def inner_width(width: int, expansion: float) -> int:
-    """Return the width inside a SwiGLU: two thirds of expansion times width, rounded up to a multiple of 256.
+    """Return the inner width of a SwiGLU: two thirds of expansion * width, rounded up to a multiple of 256.
 
     >>> inner_width(512, 4), inner_width(97, 4), inner_width(916, 4)
     (1536, 512, 2560)
     """
-    # round() before ceil(): without it, a rounding error just above a multiple would add another 256.
+    # Call round() before ceil(): a floating-point error just above a multiple would otherwise add another 256.
     return _INNER_MULTIPLE * math.ceil(round(expansion * width * 2 / 3) / _INNER_MULTIPLE)
 
 
@@ -214,10 +219,10 @@ class PostNormBlock(nn.Module):
 
 
 def refine(net: StateUpdate, y: Tensor, z: Tensor, x: Tensor, *, outer: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Refine the answer y and the latent z with one network. Only the last outer cycle has gradients.
+    """Refine the answer y and the latent z with one network. Only the last outer cycle computes gradients.
 
     Each of the `outer` cycles updates z `inner` times, then y once. Updates of z receive the input x and updates of y
-    do not, which is how the network distinguishes the two.
+    do not, which is how the network distinguishes them.
     """
     has_gradients = torch.is_grad_enabled()
     for cycle in range(outer):

@@ -1,6 +1,6 @@
 """The base class of recipes, and loading recipes by name or from a Python file.
 
-This module does not import torch, so that `whet plan` works on any machine. Methods that need torch import it.
+This module does not import torch, so that `whet plan` works without it. Methods that need torch import it themselves.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ class Recipe:
     """A complete workload: options, data, model, loss and evaluation. Subclass it and override what differs.
 
     Required: `name`, `data`, `model` and `loss`. With `evaluate`, set `goal` to the metric that selects the best
-    checkpoint. The methods in the second half enable further commands (`whet predict`, `whet data`, ...); the default
-    of each raises an error that names the command.
+    checkpoint. Each method in the section "Optional commands" enables a command (`whet predict`, `whet data`, ...).
+    Without an override, the command raises a UsageError.
 
         class Mine(Recipe):
             name = "mine"
@@ -75,9 +75,9 @@ class Recipe:
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether the goal is minimized ("min") or maximized ("max"). "auto" follows from its name (config/goal.py)."""
     resource: str | None = None
-    """The budget of a search trial, "epochs" or "steps"; None to use steps if max_steps is set."""
+    """The unit of a search trial's budget, "epochs" or "steps"; None for steps if max_steps is set, else epochs."""
     single_process_reason: str | None = None
-    """The reason why several processes cannot train this recipe together; None if they can."""
+    """The reason why this recipe cannot be trained on several processes; None if it can."""
 
     # Data, model, loss and metrics.
 
@@ -90,7 +90,7 @@ class Recipe:
         raise NotImplementedError
 
     def loss(self, model: Any, micro: Any) -> Any:
-        """Return the mean loss over the samples of a micro-batch, or a pair (sum, weight)."""
+        """Return the mean loss over the samples of a micro-batch, or a pair (sum, weight) with the mean as quotient."""
         raise NotImplementedError
 
     def optimizer(self, config: Any) -> "OptimizerChoice":
@@ -102,25 +102,25 @@ class Recipe:
     def evaluate(self, model: Any, micro_batches: Any) -> dict[str, Any]:
         """Return metrics over the micro-batches of a split, optionally with a confusion matrix and samples.
 
-        The default merges one part of `partial_metrics`.
+        The default calls `merge_metrics` with a single part from `partial_metrics`.
         """
         return self.merge_metrics(model, [self.partial_metrics(model, micro_batches)])
 
     def partial_metrics(self, model: Any, micro_batches: Any) -> Any:
-        """Return the counts of one process over its share of a split, as JSON. `merge_metrics` combines the parts.
+        """Return JSON-serializable counts over this rank's share of a split. `merge_metrics` combines the parts.
 
-        Without these two methods, the first process evaluates the whole split while all other processes wait.
+        Without these two methods, rank 0 evaluates the whole split while all other ranks wait.
         """
         raise NotImplementedError
 
     def merge_metrics(self, model: Any, parts: list[Any]) -> dict[str, Any]:
-        """Return the metrics computed from all parts."""
+        """Combine the parts of all ranks into the metrics of the whole split."""
         raise NotImplementedError
 
     def outputs(self, model: Any, micro: Any) -> Any:
         """Return the outputs of a causal model, (batch, length, ...).
 
-        If overridden, a check before the first step verifies that each position depends only on earlier positions.
+        If overridden, a check before the first step verifies that no position depends on later positions.
         """
         raise NotImplementedError
 
@@ -131,7 +131,7 @@ class Recipe:
     # Facts for plans and resumed runs.
 
     def describe(self, config: Any, data: Any = None) -> Workload:
-        """Describe the workload for a plan. With `data`, the description is complete.
+        """Describe the workload for a plan. Without `data`, sizes that depend on the data may be unknown or assumed.
 
         The default reads the data and builds the model to count its parameters. A recipe that overrides this method can
         be planned without torch and without data.
@@ -159,7 +159,7 @@ class Recipe:
     # Optional commands.
 
     def predict(self, config: Any, metadata: dict[str, Any]) -> tuple[Any, Any]:  # noqa: ARG002
-        """Return (model, predict function) for `whet predict`. The weights are loaded afterwards."""
+        """Return (model, predict function) for `whet predict`. The caller then loads the weights into the model."""
         raise self._unsupported("predict", "predict")
 
     def example_input(self, metadata: dict[str, Any]) -> str | None:  # noqa: ARG002
@@ -192,7 +192,7 @@ class Recipe:
         return chosen
 
     def supports(self, method: str) -> bool:
-        """Return whether this recipe overrides an optional method.
+        """Return whether this recipe overrides `method`.
 
         >>> Recipe().supports("predict")
         False
@@ -227,7 +227,7 @@ def load_recipe(word: str) -> Recipe:
 
 @contextlib.contextmanager
 def script_arguments(word: str) -> Iterator[None]:
-    """Set sys.argv as `python path.py` does: a script that parses its arguments must not get those of whet."""
+    """Set sys.argv as `python path.py` does, so that a script that parses its arguments does not see whet's."""
     before = sys.argv
     sys.argv = [word.partition(":")[0]]
     try:
@@ -237,7 +237,7 @@ def script_arguments(word: str) -> Iterator[None]:
 
 
 def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callable[[], Any]:
-    """Return the factory that `word` names. Without a name, return the first of `default` that the file defines."""
+    """Return the factory that `word` refers to. If it names no function, return the first of `default` that exists."""
     if word in BUILT_IN:
         return cast("Callable[[], Any]", importlib.import_module(BUILT_IN[word]).recipe)
     place, _, factory = word.partition(":")
@@ -269,7 +269,7 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
 
 
 def _run_folder_error(word: str) -> UsageError:
-    """Return the error for a run folder in place of a recipe, with what made the run."""
+    """Return the error for a run folder given instead of a recipe. It suggests the script or recipe of the run."""
     header = read_header(Path(word).absolute())
     if header.script is not None:
         script = short_script(header.script)
@@ -310,7 +310,7 @@ def _import_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Register the module, because pickle and dataclasses look up a class by its module.
+    # Register the module, because pickle and dataclasses look up classes through sys.modules.
     sys.modules.setdefault(path.stem, module)
     _append_path(path.parent)
     loader = spec.loader
@@ -319,14 +319,14 @@ def _import_file(path: Path) -> Any:
 
 
 def _append_path(folder: Path) -> None:
-    """Allow imports of modules in a folder, as for any script. Last in the path, they shadow nothing."""
+    """Make the modules in a folder importable, as for any script. Appended last, they shadow no installed package."""
     if str(folder.absolute()) not in sys.path:
         sys.path.append(str(folder.absolute()))
 
 
 def _import_module(name: str) -> Any:
     _append_path(Path.cwd())
-    # The named module is looked up in the current folder first, like `python -m`; what it imports is not.
+    # Like `python -m`, look for the named module in the current folder first. Its own imports use the normal order.
     package = name.partition(".")[0]
     spec = PathFinder.find_spec(package, [str(Path.cwd())])
     loader = None if spec is None else spec.loader
@@ -347,7 +347,7 @@ def _import_checked(load: Callable[[], Any], where: str) -> Any:
     except WhetError:
         raise
     except SystemExit as error:
-        # Raise an error: exit code 0 without output would look like a finished training.
+        # Turn SystemExit into an error: exit code 0 without output would look like a finished run.
         raise WhetError(
             f"{where} ends the program", got=f"sys.exit({error.code!r})", try_="a file without it"
         ) from error
@@ -358,20 +358,23 @@ def _import_checked(load: Callable[[], Any], where: str) -> Any:
 
 
 class EmbeddedData(NamedTuple):
-    """Origin of the embedded data of a recipe, for the error message when it has changed."""
+    """The origin of a recipe's embedded data, for the error message when that data has changed."""
 
     is_made: str
     """A sentence such as "the embedded texts are docstrings of six installed libraries"."""
     sources: Mapping[str, str]
-    """Packages whose versions a run records, by key, with their display names."""
+    """The packages that the data is made from: keys of the recorded versions, with display names."""
     otherwise: str
-    """The cause to report if all of these versions are unchanged."""
+    """The cause to report if the versions of all these packages are unchanged."""
     instead: str
     """The kind of data that does not change with versions, suggested in the error message."""
 
 
 def explain_data_change(error: UsageError, made: EmbeddedData, then: Mapping[str, str | None]) -> UsageError:
-    """Return the error for changed embedded data with its cause. `then` has the versions at the start of the run."""
+    """Return the error for changed embedded data, with the cause.
+
+    `then` contains the package versions at the start of the run.
+    """
     now = installed_versions()
     changes = [
         f"{name} has changed since ({then.get(key)} -> {now[key]})"

@@ -1,4 +1,4 @@
-"""Train a recipe in a run folder with `train`."""
+"""Train a recipe in a run folder."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _VOCABULARY_KEYS = ("tokenizer", "classes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRecipe:
-    """A recipe with its data and model: everything that `train` and `tune` need."""
+    """A recipe's data and model, with everything else that training and autotuning need."""
 
     data: Splits
     model: Any
@@ -63,9 +63,9 @@ def prepare_recipe(recipe: Recipe, config: Any, *, data: Splits | None = None) -
 
 
 def limit_default_batch(resolved: ResolvedConfig[Any], data: Splits) -> ResolvedConfig[Any]:
-    """Return a copy whose default global batch is not larger than the training data.
+    """Return a copy whose default global batch size does not exceed the number of training samples.
 
-    A size given by the user is kept; one that is too large is refused before the first step (data/adapters.py).
+    A size given by the user is kept. If it is too large, data/adapters.py raises an error before the first step.
     """
     num_samples = count_samples(data.train)
     if "global_batch_size" in resolved.given or not num_samples or num_samples >= resolved.config.global_batch_size:
@@ -74,7 +74,7 @@ def limit_default_batch(resolved: ResolvedConfig[Any], data: Splits) -> Resolved
 
 
 def describe_recipe(recipe: Recipe, config: Any, data: Splits | None = None) -> Workload:
-    """Describe a recipe without a `describe` method: read its data and build its model."""
+    """Describe the workload of a recipe that does not override `describe`: read its data and build its model."""
     return prepare_recipe(recipe, config, data=data).workload
 
 
@@ -132,7 +132,7 @@ def train_recipe(
 def create_run(
     recipe: Recipe, resolved: ResolvedConfig[Any], *, run: Path, load: Callable[[Any], None], device: str = "auto"
 ) -> dict[str, float]:
-    """Create a run at step 0 with the weights that `load` gives its model, and return the metrics of val and test."""
+    """Create a run at step 0 whose weights are set by `load(model)`, and return the validation and test metrics."""
     data = recipe.data(resolved.config)
     resolved = limit_default_batch(resolved, data)
     made = prepare_recipe(recipe, resolved.config, data=data)
@@ -164,7 +164,7 @@ def _session_keywords(
 
 
 class SharedEvaluation:
-    """The evaluation of a recipe, which several processes can share (training/evaluator.py)."""
+    """A recipe's evaluation, which can be distributed over several processes (training/evaluator.py)."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -180,7 +180,7 @@ class SharedEvaluation:
 
 
 def recipe_evaluation(recipe: Recipe) -> Any:
-    """Return the recipe's evaluation, shared between processes if it has `partial_metrics`; None without `evaluate`."""
+    """Return the recipe's evaluation, distributed if it has `partial_metrics`; None if it has no evaluation."""
     if recipe.supports("partial_metrics"):
         return SharedEvaluation(recipe)
     return recipe.evaluate if recipe.supports("evaluate") else None
@@ -190,10 +190,10 @@ def _workload(recipe: Recipe, config: Any, data: Splits, model: Any) -> Workload
     if recipe.supports("describe"):
         workload = recipe.describe(config, data)
     else:
-        # The description depends only on batch size and epochs, so the number of warm-up steps may be unknown.
+        # The description does not depend on the number of warm-up steps, which is not known yet.
         training = parse_training_config(_training_keywords(config, None))
         workload = describe_workload(model, data.train, training, recipe=recipe.name)
-    # The model exists now, so count its parameters and layers instead of using the description.
+    # Replace the described parameter counts and layers with those of the actual model.
     counted, frozen = count_parameters(model)
     layers = tuple(sorted({*workload.layers, *layer_kinds(model)}))
     workload = workload.model_copy(update={"num_parameters": max(1, counted), "num_frozen": frozen, "layers": layers})
@@ -204,7 +204,7 @@ def _workload(recipe: Recipe, config: Any, data: Splits, model: Any) -> Workload
 
 
 def _training_keywords(config: Any, num_steps: int | None) -> dict[str, Any]:
-    # Only the text recipe has an option for this fraction.
+    # Only the text recipe has an option `warmup_share`.
     share = getattr(config, "warmup_share", _WARMUP_SHARE)
     warmup = int(share * (num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
     return {
@@ -219,7 +219,7 @@ def _training_keywords(config: Any, num_steps: int | None) -> dict[str, Any]:
         "eval_every": config.eval_every,
         "patience": config.patience,
         "epochs_per_session": config.epochs_per_session,
-        # The loss of a recipe is a mean over samples or a pair (sum, weight), by the contract of Recipe.loss.
+        # Recipe.loss returns a mean over samples or a pair (sum, weight), so a batch can be split into micro-batches.
         "split_batch": True,
     }
 

@@ -1,6 +1,6 @@
-"""Find the values that user code refers to: closures, globals, attributes of modules and classes, default arguments.
+"""Find the values that user code references: closures, globals, module and class attributes, and default arguments.
 
-No user code is called.
+These functions never call user code.
 """
 
 import functools
@@ -20,7 +20,7 @@ from whet.verify.value_bytes import SCALARS
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 CachedFunction = type(functools.lru_cache(len))
 HAVE_NAMES = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, np.ufunc)
-"""Types of objects that have a qualified name."""
+"""Types whose instances have a qualified name."""
 
 _SKIPPED_PACKAGES = frozenset(
     {
@@ -29,25 +29,27 @@ _SKIPPED_PACKAGES = frozenset(
         "transformers", "pytest", "_pytest", "pydantic", "jaxtyping", "einops",
     }
 )  # fmt: skip
-"""Packages whose state does not affect training, or cannot be read."""
+"""Packages whose state does not affect training or cannot be read."""
 _LIBRARY_PATHS = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _MAX_DOTS = 3
-"""Maximum depth to which an attribute such as `torch.nn.Linear.count` is followed into libraries."""
+"""Maximum depth to which an attribute chain such as `torch.nn.Linear.count` is followed into libraries."""
 _ACCESSED_BY_TEXT = frozenset({"globals", "vars", "__dict__", "getattr", "setattr", "exec", "eval"})
+"""Names of functions and attributes that access a variable whose name is a string."""
 _MAX_TEXT = 2_000
-"""Maximum characters of a text in which names are looked for."""
+"""Number of characters of a string constant that are searched for names."""
 _DRAWING_NAMES = frozenset(
     {
         "random", "normal", "normal_", "uniform", "uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_",
         "shuffle", "choice", "choices", "sample", "gauss", "integers", "next", "time", "perf_counter",
     }
 )  # fmt: skip
+"""Names of functions whose results differ between calls: random draws, iterators and clocks."""
 
 
 def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to: closure cells, globals that its code names, defaults, its object and attributes.
+    """Yield the values that a function references: closure cells, globals, default arguments, `self` and attributes.
 
-    Each value is yielded with the name of its variable, or with one derived from `name`, the name of the function.
+    Each value comes with the name of its variable, or with a name derived from `name`, the name of the function.
     """
     if isinstance(function, functools.partial):
         yield from ((f"{name}.{key}", value) for key, value in function.keywords.items())
@@ -58,7 +60,7 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield "self", function.__self__
         function = function.__func__
     while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _is_of_library(function):
-        # A library's decorator, such as torch.no_grad. Its own variables are not the user's.
+        # Unwrap library decorators such as torch.no_grad: their variables are not the user's.
         function = function.__wrapped__
     if not isinstance(function, types.FunctionType):
         if isinstance(function, CachedFunction):
@@ -71,7 +73,7 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
         try:
             value = cell.cell_contents
         except ValueError:
-            # The variable is not assigned yet.
+            # The variable is not assigned yet, so its cell is empty.
             continue
         if isinstance(value, types.ModuleType):
             yield from _named_parts(variable, value, {*_code_names(code)})
@@ -88,7 +90,10 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _named_parts(variable: str, value: Any, names: set[str], dots: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield a global, or the attributes of a module that the code names; for libraries only plain values."""
+    """Yield a global variable, or for a module or library class the attributes that the code names.
+
+    From libraries, only plain values are yielded.
+    """
     is_module = isinstance(value, types.ModuleType)
     if not is_module and not (isinstance(value, type) and is_library_class(value)):
         yield variable, value
@@ -103,11 +108,11 @@ def _named_parts(variable: str, value: Any, names: set[str], dots: int = 0) -> I
 
 
 def frame_variables(frame: types.FrameType | None) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Yield the variables of the user's functions that are running, by function, from the innermost one outward."""
+    """Yield the variables of the running user functions, grouped by function, from the innermost frame outward."""
     while frame is not None:
         code, name = frame.f_code, frame.f_globals.get("__name__")
         if not is_skipped_package(name) and not is_installed(sys.modules.get(name or "")):
-            # For a module, take only variables that its top-level code names; the others belong to its functions.
+            # For a module, take only the variables that its top-level code names. The others belong to its functions.
             is_module = code.co_name == "<module>"
             names = {*_code_names(code)}
             local = {} if is_module else frame.f_locals
@@ -118,12 +123,12 @@ def frame_variables(frame: types.FrameType | None) -> Iterator[tuple[str, list[t
 
 
 def class_references(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield a class and its bases, without those of libraries."""
+    """Yield a class and its base classes, except library classes."""
     yield from ((owner.__name__, owner) for owner in kind.__mro__ if not is_library_class(owner))
 
 
 def class_attributes(kind: type, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a class, and the functions of its methods and properties."""
+    """Yield the attributes of a class, including the functions behind its methods and properties."""
     for key, item in vars(kind).items():
         if isinstance(item, property):
             functions = (item.fget, item.fset, item.fdel)
@@ -137,7 +142,10 @@ def class_attributes(kind: type, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def draws(function: Any) -> bool:
-    """Return whether a function may draw random numbers or read a clock, judged by the names in its code."""
+    """Return whether a function may draw random numbers or read a clock, judging by the names in its code.
+
+    A callable without Python code is assumed to do so.
+    """
     code = getattr(function, "__code__", None)
     return code is None or any(name in _DRAWING_NAMES or "rand" in name for name in _code_names(code))
 
@@ -149,13 +157,13 @@ def is_method(function: Any) -> bool:
 
 
 def refers_to(function: Any, names: frozenset[str]) -> bool:
-    """Return whether the code of a function refers to attributes or variables of these names."""
+    """Return whether the code of a function uses attributes or variables with any of these names."""
     code = getattr(function, "__code__", None)
     return code is not None and any(name in names for name in _code_names(code))
 
 
 def has_own_name(value: Any, name: str) -> bool:
-    """Return whether a class or a method is reached by the name with which it was defined."""
+    """Return whether `name` refers to a class or a method by the name it was defined with."""
     if isinstance(value, types.FunctionType):
         owner, _, own = value.__qualname__.rpartition(".")
         return name.endswith(f".{own}") and owner != "" and not owner.endswith("<locals>")
@@ -163,7 +171,7 @@ def has_own_name(value: Any, name: str) -> bool:
 
 
 def identity_bytes(value: Any) -> bytes:
-    """Return bytes that tell functions, classes and modules apart, and objects by their type."""
+    """Return bytes that identify a function, class or module, or the type of any other object."""
     about = value if isinstance(value, HAVE_NAMES) else type(value)
     text = " ".join(str(getattr(about, key, "")) for key in ("__module__", "__qualname__", "__name__"))
     code = value.__code__ if isinstance(value, types.FunctionType) else None
@@ -189,7 +197,7 @@ def is_installed(module: types.ModuleType | None) -> bool:
 
 
 def is_library_class(kind: type) -> bool:
-    """Return whether a class is not the user's own."""
+    """Return whether a class is defined in a library, not in the user's code."""
     return is_skipped_package(kind.__module__) or is_installed(sys.modules.get(kind.__module__))
 
 
@@ -203,9 +211,9 @@ def _is_of_library(function: types.FunctionType) -> bool:
 
 @functools.lru_cache(4_096)
 def _code_names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names in a piece of code and in the code inside of it."""
+    """Return the names used by a code object and by the code objects nested in it."""
     names = [*code.co_names]
-    # setattr(module, "count", 1), globals()["count"] and exec("count = 1") have the name in a text.
+    # setattr(module, "count", 1), globals()["count"] and exec("count = 1") contain the name only in a string.
     has_texts = not _ACCESSED_BY_TEXT.isdisjoint(names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

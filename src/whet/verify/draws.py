@@ -1,6 +1,6 @@
-"""Random draws of a computation: recorded once, and repeated for some of its samples, or on another device.
+"""Record the random draws of a computation, and replay them for some of its samples or on another device.
 
-Two computations of the same samples can be compared only if dropout and noise are the same in both.
+Two computations of the same samples can be compared only if both use the same dropout masks and noise.
 """
 
 from collections.abc import Iterator
@@ -28,34 +28,36 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 
 
 class UnrepeatableDrawError(Exception):
-    """Raised for random numbers that do not belong to single samples, or that cannot be repeated."""
+    """Raised if random draws cannot be attributed to single samples or cannot be replayed."""
 
 
 class RecordedDraws:
-    """The random draws of a computation, in order: what was drawn, and from which tensors (rates, probabilities).
+    """The random draws of a computation, in order, and the tensors they depend on, such as probabilities.
 
-    With `num_samples`, every draw must have a row for each sample, and can be repeated for some of them.
+    With `num_samples`, every draw must have one row per sample, so that it can be replayed for some of the samples.
     """
 
     def __init__(self, num_samples: int | None = None) -> None:
         self.num_samples = num_samples
         self.drawn: list[tuple[Any, Tensor]] = []
-        """Operators and what they drew, in order."""
+        """Each operator and the values that it drew, in order."""
         self.parameters: dict[str, Tensor] = {}
-        """The tensors that draws depended on, in the last computation. They are compared like results: a wrong
-        probability would otherwise be hidden by repeating what was drawn with a right one."""
+        """Tensors that the draws of the last computation depended on.
+
+        Compare them like results: replaying the recorded values would otherwise hide a wrong probability.
+        """
         self._host: Any = None
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record all draws while entered."""
+        """Record all draws made inside the context."""
         self.drawn, self.parameters, self._host = [], {}, get_host_rng()
         with _Recorder(self):
             yield
 
     @contextmanager
     def repeat(self, rows: slice = slice(None)) -> Iterator[None]:
-        """Draw the recorded numbers of these samples while entered."""
+        """Replay the recorded draws of these samples inside the context."""
         self.parameters = {}
         replayer = _Replayer(self, rows)
         with replayer:
@@ -65,7 +67,10 @@ class RecordedDraws:
 
     @contextmanager
     def record_or_repeat(self) -> Iterator[None]:
-        """Record the first time, and repeat afterwards, with the same numbers of Python and NumPy."""
+        """Record the draws of the first computation, and replay them in later ones.
+
+        Later computations start with the same state of the generators of Python and NumPy.
+        """
         if self._host is None:
             with self.record():
                 yield
@@ -75,7 +80,7 @@ class RecordedDraws:
             yield
 
     def add_parameters(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, number: int) -> None:
-        """Remember the tensors that a draw depends on."""
+        """Store copies of the floating-point tensors that a draw depends on."""
         packet = func.overloadpacket
         given = args[1:] if packet in _IN_PLACE else args
         if packet in _LIKE or packet is _DROPOUT:
@@ -90,7 +95,7 @@ def _is_random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     # torch 2.13 has no tag for random_, binomial and _sample_dirichlet.
     if torch.Tag.nondeterministic_seeded not in operator.tags and packet not in _IN_PLACE | _NEW:
         return False
-    # Kernels of attention and recurrent layers draw only with dropout.
+    # Attention and recurrent kernels draw only if their dropout probability is not zero.
     for number, argument in enumerate(operator._schema.arguments):
         if argument.name in _DROPOUT_ARGUMENTS:
             given = args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -99,7 +104,10 @@ def _is_random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _kind(operator: Any) -> Any:
-    """Return the operator, without its overload. Dropout is one operator on CUDA, and a drawn mask elsewhere."""
+    """Return the operator without its overload, and bernoulli_ for native_dropout.
+
+    Dropout is one operator on CUDA, and a mask drawn with bernoulli_ on other devices.
+    """
     return _aten.bernoulli_ if operator.overloadpacket is _DROPOUT else operator.overloadpacket
 
 
@@ -127,7 +135,7 @@ class _Recorder(_DrawMode):
             raise UnrepeatableDrawError(f"{func.overloadpacket} draws inside a kernel")
         if draws.num_samples is not None and (drawn.dim() == 0 or drawn.shape[0] != draws.num_samples):
             raise UnrepeatableDrawError(f"random numbers of shape {tuple(drawn.shape)} for the whole batch")
-        # A mask takes a fourth of the memory as bools.
+        # Store masks as bool, which takes a quarter of the memory.
         is_mask = _kind(func) is _aten.bernoulli_
         draws.drawn.append((_kind(func), drawn.bool() if is_mask and drawn.dtype != torch.bool else drawn.clone()))
         return result
@@ -149,7 +157,7 @@ class _Replayer(_DrawMode):
         values = draws.drawn[self.number][1]
         values = values if self._rows == slice(None) else values[self._rows]
         self.number += 1
-        # The operator itself decides on the shape, the dtype and the device of the result.
+        # Run the operator anyway: it determines the shape, dtype and device of the result.
         result = func(*args, **kwargs)
         is_dropout = func.overloadpacket is _DROPOUT
         target = result[1] if is_dropout else result

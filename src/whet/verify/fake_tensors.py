@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-# Raised by fake tensors where only real ones can continue.
+# Raised by fake tensors where an operator needs real data.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 # Maximum number of input elements for which an operator is run on real tensors instead.
 _MAX_REAL_ELEMENTS = 2**24
@@ -28,20 +28,20 @@ _CONVERSIONS = {Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__index__: in
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a fake tensor mode that never computes.
+    """Return a fake tensor mode that never computes on real tensors.
 
-    By default, torch runs an operator without a fake kernel on real tensors.
+    By default, torch runs operators that have no fake kernel on real tensors.
     """
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 class FakeExecutor:
-    """Runs operators and functions. Results that depend on the data of fake tensors get plausible values."""
+    """Runs operators and functions, with plausible values for results that depend on the data of fake tensors."""
 
     def __init__(self, mode: FakeTensorMode | None, *, condition: bool = False) -> None:
         self._mode = mode
         self._condition = condition
-        """Result of every condition on fake tensors."""
+        """Value of every condition that depends on fake tensors."""
         self._num_reads = 0
 
     @property
@@ -49,9 +49,9 @@ class FakeExecutor:
         return self._mode is not None
 
     def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. If fake tensors cannot, run it on real tensors of ones.
+        """Run an operator on its arguments, or on real tensors of ones if it cannot run on fake tensors.
 
-        Ones are valid indices, and as a mask they select everything.
+        Ones are valid indices, and a mask of ones selects everything.
         """
         if self._mode is not None and func._schema.name.startswith("aten::_fused_") and func._schema.is_mutable:
             # Fused optimizers update in place and return nothing. They have no fake kernel.

@@ -1,7 +1,7 @@
-"""Fingerprints of the state that user code refers to: closures, globals, attributes, generators and modules.
+"""Fingerprints of the state that user code references: closures, globals, attributes, generators and modules.
 
-Hidden state is state that changes during training and that no checkpoint holds. The walk is bounded, copies no whole
-tensor from the device, and calls no user code.
+Hidden state changes during training but is not part of any checkpoint. The walk is bounded, does not copy large tensors
+from the device as a whole, and does not call user code.
 """
 
 import argparse
@@ -52,12 +52,12 @@ from whet.verify.value_bytes import GENERATORS, SCALARS, array_bytes, generator_
 _MAX_OBJECTS = 20_000
 _MAX_DEPTH = 12
 _MAX_ITEMS = 4_096
-"""Items of a container that are entered. A larger container of plain values is hashed as a whole."""
+"""Maximum items of a container that are all visited. A larger container of plain values is hashed as a whole."""
 _MAX_MAPPED_BYTES = 1_048_576
-"""Bytes of a mapped file that are compared."""
+"""Number of bytes of a memory-mapped file that are compared."""
 _SAMPLE_ITEMS = 128
-"""Items compared in a container that is only sampled: half from its start, half from its end."""
-# Their state is saved with the run, does not affect training, or cannot be read.
+"""Number of items visited in a container that is only sampled: half from its start, half from its end."""
+# Types whose state is saved with the run, does not affect training, or cannot be read.
 _SKIPPED_TYPES = (Optimizer, types.CodeType, types.BuiltinFunctionType, types.FrameType)
 _CData: Any = ctypes.Structure.__base__
 _POSITION_NAMES = frozenset({"tell", "seek"})
@@ -67,29 +67,29 @@ _CONTAINERS = (set, frozenset, dict, list, tuple, collections.deque)
 
 @dataclass(kw_only=True, slots=True)
 class StateWalk:
-    """A walk over the objects that are reachable from some roots. `digests` maps names of values to their hashes."""
+    """A walk over all objects reachable from some roots. `digests` maps the names of values to their hashes."""
 
     known: Mapping[int, Any] = field(default_factory=dict)
-    """Objects that checkpoints already save, by id. They are not entered."""
+    """Objects that checkpoints already save, by id. The walk does not enter them."""
     follows_code: bool = True
     """Whether to follow functions and classes to the values that their code refers to."""
     is_sample: bool = False
-    """Whether samples of containers and tensors are enough, as for the data, which is large and seldom changes."""
+    """Whether to compare only samples of containers and tensors. Used for data, which is large and rarely changes."""
     partial: dict[str, None] = field(default_factory=dict)
-    """Names of values that were too large to be compared in full, or could not be read."""
+    """Names of values that were too large to compare in full or that could not be read."""
     digests: dict[str, bytes] = field(default_factory=dict)
     visited: dict[int, Any] = field(default_factory=dict)
-    """Every object that was entered, by id. It is kept alive, so that its id is not reused during the walk."""
+    """Every visited object, by id. The objects are kept alive so that their ids are not reused during the walk."""
     labels: Mapping[int, str] = field(default_factory=dict)
-    """Names of known objects, by id. A variable that refers to another one has changed."""
+    """Names of known objects, by id. A variable that now refers to a different known object has changed."""
     _names: dict[int, str] = field(default_factory=dict)
-    """The names under which objects were entered first, by id."""
+    """The name under which each object was first visited, by id."""
     _referred: set[tuple[str, int]] = field(default_factory=set)
-    """The names and ids of recorded references."""
+    """Recorded references, as pairs of a name and the id of its object."""
     _written: dict[str, Any] = field(default_factory=dict)
-    """Files that are only written, usually logs."""
+    """Write-only files by name, usually logs."""
     _asks_positions: bool = False
-    """Whether any code asks a file for its position."""
+    """Whether any visited function uses `tell` or `seek`."""
 
     def walk(self, value: Any, name: str, depth: int = 0) -> None:
         """Record a value and everything that it reaches. `name` is an expression in the user's terms."""
@@ -98,7 +98,7 @@ class StateWalk:
             return
         try:
             if type(value) in weakref.ProxyTypes:
-                # Get the object behind the proxy: it may be a known one. Raises if it no longer exists.
+                # Get the object behind the proxy: it may be a known one. Raises ReferenceError if it no longer exists.
                 value = value.__init__.__self__
             if isinstance(value, SCALARS):
                 self._record(name, scalar_bytes(value))
@@ -124,9 +124,9 @@ class StateWalk:
             self.walk(of_part, part, depth + 1)
 
     def _record_identity(self, value: Any, name: str) -> None:
-        """Record which function, class or object a name refers to, because it may be exchanged for another."""
+        """Record which function, class or object a name refers to, because the name may be rebound."""
         if has_own_name(value, name) or (name, id(value)) in self._referred:
-            # Such a name is new only if another object or function leads to it, which is recorded itself.
+            # A class or method appears under its own name only through another object, which is recorded itself.
             return
         self._referred.add((name, id(value)))
         other = ""
@@ -135,12 +135,12 @@ class StateWalk:
         self._record(name, other.encode(errors="replace") + identity_bytes(value))
 
     def finish(self) -> dict[str, bytes]:
-        """Record the positions of written files, if any code asks for one, and return all hashes."""
+        """Record the positions of write-only files if any code uses positions, and return all hashes."""
         for name, file in self._written.items() if self._asks_positions else ():
             try:
                 self._record(name, str(file.tell()).encode())
             except (OSError, ValueError):
-                # For example a full disk, since text that is not written yet is written first.
+                # For example, the disk is full: `tell` flushes buffered text first.
                 self.partial[name] = None
         return self.digests
 
@@ -172,7 +172,7 @@ class StateWalk:
             self._record(name, b"".join(sorted(map(scalar_bytes, value))))
             self._record(f"len({name})", str(len(value)).encode())
         elif isinstance(value, dict | types.MappingProxyType):
-            # Other mappings are objects: reading an item may call code of the user, read a file or count a use.
+            # Treat other mappings as objects: reading an item may call user code, read a file or update a cache.
             get: Any = dict.__getitem__ if isinstance(value, dict) else types.MappingProxyType.__getitem__
             keys = self._inspected(value, list(value), name)
             texts = [_key_text(key, index) for index, key in enumerate(keys)]
@@ -195,12 +195,16 @@ class StateWalk:
             yield from self._library_parts(value, name)
 
     def _inspected(self, value: Any, items: Sequence[Any], name: str) -> Sequence[Any]:
-        """Return the items of a container to enter. A large one is hashed as a whole, if its values are plain."""
+        """Return the items of a container to visit: all items, or some from both ends of a large container.
+
+        A large container of plain values is also hashed as a whole, unless samples are enough.
+        """
         if len(items) <= (_SAMPLE_ITEMS if self.is_sample else _MAX_ITEMS):
             return items
         if not self.is_sample:
             try:
-                # Version 2 writes equal values as equal bytes: it has no references to values that appear again.
+                # marshal version 2 writes equal values as equal bytes. Later versions write references to repeated
+                # objects.
                 plain = list(value) if isinstance(value, collections.deque) else value
                 self._record(name, marshal.dumps(plain, 2))
             except ValueError:
@@ -209,7 +213,7 @@ class StateWalk:
         return [*items[:half], *items[-half:]]
 
     def _record_iterator(self, value: Any, name: str) -> None:
-        """Record the position of an iterator. Most iterators of itertools do not expose it."""
+        """Record the position of an iterator, if it exposes one. Most iterators of itertools do not."""
         hint: Callable[[], int] | None = getattr(value, "__length_hint__", None)
         if isinstance(value, itertools.count):
             self._record(name, repr(value).encode())
@@ -219,7 +223,7 @@ class StateWalk:
             self.partial[name] = None
 
     def _library_parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
-        """Yield the parts of an object. Some classes of the standard library keep their state outside attributes."""
+        """Yield the parts of an object. Some standard library classes keep their state outside of attributes."""
         if isinstance(value, array.array | memoryview | _CData):
             self._record(name, bytes(value))
         elif isinstance(value, mmap.mmap):
@@ -230,7 +234,7 @@ class StateWalk:
         elif type(value).__module__ == "sqlite3":
             self._record(name, str(getattr(value, "total_changes", "")).encode())
         elif type(value).__module__ == "operator":
-            # An itemgetter, for example, is a class and its arguments.
+            # The `__reduce__` of an itemgetter, for example, returns its class and arguments.
             yield name, value.__reduce__()
         elif isinstance(value, SynchronizedBase):
             # multiprocessing.Value and Array: commonly used to pass the epoch to data workers.
@@ -238,7 +242,7 @@ class StateWalk:
         elif isinstance(value, os._Environ):
             yield name, dict(value)
         elif isinstance(value, _FILES):
-            # The position of a text file that is read cannot be asked for while it is iterated.
+            # `tell` fails while a text file is iterated over, so use the underlying binary file.
             file = value.buffer if isinstance(value, io.TextIOWrapper) else value
             if file.closed or not file.seekable():
                 self._record(name, b"")
@@ -255,14 +259,15 @@ class StateWalk:
         elif isinstance(value, queue.SimpleQueue):
             self._record(name, str(value.qsize()).encode())
             if not value.empty():
-                # Its items cannot be read without taking them out.
+                # Items cannot be read without removing them.
                 self.partial[name] = None
         elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
             yield name, dict(value.items())
         elif isinstance(value, weakref.WeakSet):
             yield name, list(value)
         elif isinstance(value, CachedFunction):
-            # The cache of a function that draws random numbers or reads weights is state. Others can be recomputed.
+            # The cache of a function that draws random numbers, or reads weights or an object, is state. Others can be
+            # recomputed.
             if draws(value.__wrapped__) or is_method(value.__wrapped__) or self._reads_tensors(value.__wrapped__):
                 self._record(name, str(value.cache_info().currsize).encode())
             yield name, value.__wrapped__
@@ -296,9 +301,9 @@ class StateWalk:
 
 
 def changed_names(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[str]:
-    """Return the names of values that differ, in the order of `now`. Parts of a changed container are left out.
+    """Return the names of values that differ, in the order of `now`. Parts of a changed container are omitted.
 
-    Values that are new come last: they often are parts of a new object, which another name refers to.
+    New values come last, because they are often parts of a new object that another name refers to.
 
     >>> changed_names({"len(seen)": b"0", "n": b"1"}, {"len(seen)": b"1", "seen[0]": b"5", "n": b"1"})
     ['seen']
@@ -310,12 +315,12 @@ def changed_names(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Yield the names of what a value is part of: "a" and "a.b" for "a.b[0]"."""
+    """Yield the names of the objects that contain a value: "a" and "a.b" for "a.b[0]"."""
     yield from (name[:index] for index, character in enumerate(name) if character in ".[" and index)
 
 
 def module_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the plain attributes of a module: no parameters, buffers, submodules, hooks or flags of torch."""
+    """Yield the plain attributes of a module, without parameters, buffers, submodules, hooks and torch's own flags."""
     machinery = module_machinery()
     yield from ((key, value) for key, value in vars(module).items() if key not in machinery)
 
@@ -345,7 +350,11 @@ def _global_generators() -> tuple[Any, ...]:
 
 
 def _key_text(key: Any, index: int) -> str:
-    """Return a key for a name. The repr of other objects is code of the user, or an address."""
+    """Return the text of a dict key, for use in a name.
+
+    Keys that are not scalars or tuples get their type and index, because their repr may call user code or contain an
+    address.
+    """
     if isinstance(key, (*SCALARS, tuple)):
         return f"{key!r:.40}"
     return f"{type(key).__name__} {index}"
@@ -368,13 +377,13 @@ _ENTERED = (
     io.StringIO, io.BytesIO, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet,
     memoryview, mmap.mmap, _CData, SynchronizedBase, os._Environ, *_FILES,
 )  # fmt: skip
-"""Types of the standard library that may hold the user's state."""
+"""Standard library types that may hold user state."""
 _ENTERED_MODULES = ("sqlite3", "multiprocessing.shared_memory", "statistics", "operator")
-"""Modules of the standard library with such types, which are slow to import or few."""
+"""Standard library modules with more such types, matched by name so that they need not be imported."""
 
 
 def reachable(objects: Iterable[Any]) -> dict[int, Any]:
-    """Return everything that is part of some objects, by id."""
+    """Return all objects reachable from `objects`, by id, without following code."""
     walk = StateWalk(follows_code=False)
     for index, obj in enumerate(objects):
         walk.walk(obj, str(index))

@@ -1,4 +1,4 @@
-"""Context managers that restore the weights, buffers, modes and generators after running a model."""
+"""Context managers that restore weights, buffers, modes and random generators after running a model."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ from whet.device.rng import preserve_rng
 from whet.step.optimizers import OptimizerChoice
 from whet.step.rollback import BufferSnapshot
 
-# A weight counts as zero if no element is larger than this.
+# A weight counts as zero if all absolute values in it are smaller than this.
 _ZERO_THRESHOLD = 1e-3
 # Standard deviation of the noise that replaces zero weights.
 _NOISE = 0.02
@@ -68,7 +68,7 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def temporary_copy(model: nn.Module, place: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Replace the memory of every parameter and buffer by a copy on `place`, and restore it on exit.
+    """Replace the memory of every parameter and buffer with a copy on `place`, and restore it on exit.
 
     With `dtype`, the copies of floating-point tensors are converted.
     """
@@ -89,7 +89,7 @@ def cast_floating(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @torch.no_grad()
 def perturb_zero_weights(model: nn.Module) -> None:
-    """Fill weights that are almost zero with noise, because a zero weight hides all errors before it.
+    """Fill almost-zero weights with noise, because a zero weight hides every error in the layers before it.
 
     Call this inside `preserve_model_and_rng`, which restores the weights.
     """
@@ -104,7 +104,7 @@ def perturb_zero_weights(model: nn.Module) -> None:
 def force_eager() -> AbstractContextManager[object]:
     """Return a context in which compiled models run eagerly.
 
-    Compiling again for another shape or for the CPU would take minutes.
+    Recompiling for another shape or for the CPU would take minutes.
     """
     # Importing torch._dynamo takes seconds. If nothing has imported it, nothing is compiled.
     if "torch._dynamo" not in sys.modules:
@@ -114,12 +114,12 @@ def force_eager() -> AbstractContextManager[object]:
 
 @contextmanager
 def disable_dropout(model: nn.Module, *, use_eval_mode: bool = False, only_fused: bool = False) -> Iterator[None]:
-    """Disable dropout in modules, functions and attention, because generators differ between devices.
+    """Disable dropout in modules, functions and attention, because random generators differ between devices.
 
-    With `use_eval_mode`, other modules are also in eval mode, so that modules with other random draws (stochastic
-    depth) make none. Layers that draw nothing but compute differently in eval mode stay in training mode. With
-    `only_fused`, only dropout inside the kernels of attention and recurrent layers is disabled: other draws can be
-    recorded and repeated.
+    With `use_eval_mode`, other modules are also set to eval mode, which disables other random draws, such as stochastic
+    depth. Batch norm and recurrent layers stay in training mode: they draw nothing, but compute differently in eval
+    mode. With `only_fused`, only dropout inside attention and recurrent kernels is disabled, because all other draws
+    can be recorded and replayed.
     """
     saved: list[tuple[nn.Module, str, Any]] = []
 
@@ -174,12 +174,12 @@ def preserve_state(model: nn.Module, optimizer: Optimizer | OptimizerChoice) -> 
 
 
 def _parameter_ids(optimizer: Optimizer) -> set[int]:
-    """Return the ids of all parameters. The model restores them, so the optimizer snapshot skips them."""
+    """Return the ids of all parameters. `preserve_model` restores them, so the optimizer snapshot skips them."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _snapshot(value: Any, skip: set[int]) -> Callable[[], Any]:
-    """Return a function that restores this value in place, because a user's scheduler may hold the same object."""
+    """Return a function that restores this value in place, because a user's scheduler may refer to the same object."""
     if id(value) in skip or not isinstance(value, Tensor | dict | list | tuple):
         return lambda: value
     if isinstance(value, Tensor):

@@ -18,9 +18,10 @@ FP32_TOLERANCE = 1e-4
 HALF_TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 # A device may be this many times less accurate than the CPU in the same dtype.
 CPU_ERROR_FACTOR = 20
-# Errors of small tensors are relative to this share of the largest value of all tensors, because a gradient that should
-# be zero is rounding noise on every device.
+# Errors of small tensors are relative to this fraction of the largest value of all tensors, because a gradient that
+# should be zero is rounding noise on every device.
 SMALL_TENSOR_SHARE = 1e-2
+# Dtypes whose differences are computed in float32, which is faster than float64.
 _FLOAT32_SUFFICES = (torch.float32, torch.bfloat16, torch.float16)
 _TINY = 1e-30
 
@@ -37,9 +38,10 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
 
 
 def relative_error(actual: Any, expected: Any, *, floor: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest expected value or to `floor` if that is larger.
+    """Return the largest error of all tensors: the difference, relative to the tensor's largest expected value.
 
-    The result is infinite if shapes, NaNs, infinities or integers differ.
+    The error of a small tensor is relative to `floor`, or to a fraction of the largest value of all tensors. The result
+    is infinite if shapes, NaNs, infinities or integers differ.
     """
     actuals, expecteds = [_on_cpu(t) for t in tensor_leaves(actual)], [_on_cpu(t) for t in tensor_leaves(expected)]
     if not expecteds or [t.shape for t in actuals] != [t.shape for t in expecteds]:
@@ -49,7 +51,7 @@ def relative_error(actual: Any, expected: Any, *, floor: float = 0.0) -> float:
 
 
 def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the error of every named tensor, with a common floor; infinity if only one side has the name."""
+    """Return the error of every named tensor, with a common floor; infinity for a name that only one side has."""
     floor = SMALL_TENSOR_SHARE * max((_tensor_max_abs(_on_cpu(t)) for t in expected.values()), default=0.0)
     errors = {}
     for name in (*expected, *(name for name in actual if name not in expected)):

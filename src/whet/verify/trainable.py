@@ -1,4 +1,4 @@
-"""A model with its loss, optimizer and example data, as every check in this package uses it."""
+"""A model with its loss, optimizer and example data, as used by every check in this package."""
 
 import copy
 import inspect
@@ -27,7 +27,7 @@ OutputFunction = Callable[[MicroBatch], Tensor]
 
 
 def adapt_outputs(function: Callable[[Any], Any]) -> OutputFunction:
-    """Return a user's `outputs` as whet calls it: with the data of a micro-batch."""
+    """Wrap a user's `outputs` function, which takes the data of a micro-batch instead of the micro-batch."""
     return lambda micro: function(micro.data)
 
 
@@ -41,7 +41,7 @@ class Trainable:
     model: nn.Module
     loss: MicroLoss
     make_batch: Callable[[int], MicroBatch]
-    """Returns a micro-batch with the given number of samples, on the CPU."""
+    """Function that returns a micro-batch with the given number of samples, on the CPU."""
     batch_size: int
     """Number of samples in a normal step."""
     is_scalable: bool = True
@@ -53,19 +53,20 @@ class Trainable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainableSpec:
-    """A name and a factory. A check creates the model as often as it needs, with fake or real tensors."""
+    """The name of a trainable and a factory that creates it, with fake or real tensors, as often as a check needs."""
 
     name: str
     make: Callable[[], Trainable]
     workload: Workload | None = None
-    """Workload of a recipe, with which the check can plan for a machine; None for other models."""
+    """Workload of a recipe, from which a check can make a plan for a machine; None for other models."""
 
 
 def make_trainable(made: Sequence[Any], *, name: str, is_causal: bool = False) -> Trainable:
     """Return a trainable from (model, example inputs) or (model, example inputs, loss).
 
-    `loss` is called with the model and the inputs. Without it, a scalar output of the model is the loss; otherwise the
-    loss is the mean square of all outputs.
+    `loss` is called with the model and the inputs. Without it, the loss is the output of the model if it is a scalar,
+    or its `loss` field, as in transformers. Otherwise, the loss is the sum of the mean squares of all floating-point
+    outputs.
     """
     if len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise UsageError(
@@ -118,12 +119,12 @@ def make_trainable(made: Sequence[Any], *, name: str, is_causal: bool = False) -
     )
 
 
-# Models that a factory has returned before. A factory that returns the same model again keeps it.
+# Models that a factory has returned before. A factory that returns the same model again holds a reference to it.
 _SEEN_MODELS: WeakSet[nn.Module] = WeakSet()
 
 
 def _copy_if_shared(model: nn.Module) -> nn.Module:
-    """Return the model, or a copy if the factory keeps a reference to it, because a check changes the model."""
+    """Return the model, or a copy if the factory holds a reference to it, because a check changes the model."""
     mode = detect_fake_mode()
     tensors = [*model.parameters(), *model.buffers()]
     real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
@@ -144,7 +145,7 @@ def _copy_if_shared(model: nn.Module) -> nn.Module:
 
 
 def use_fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace all parameters and buffers of a model by fake ones, in place. Shared ones stay shared."""
+    """Replace all parameters and buffers of a model with fake tensors, in place. Shared tensors stay shared."""
     fakes: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -192,7 +193,7 @@ def _as_mapping(inputs: Any) -> dict[str, Any]:
 
 
 def _resized(value: Tensor, size: int) -> Tensor:
-    """Return the first `size` rows; rows are repeated if there are fewer."""
+    """Return the first `size` rows, repeating rows if there are fewer. A scalar is returned unchanged."""
     return value if value.dim() == 0 else value[torch.arange(size) % len(value)]
 
 

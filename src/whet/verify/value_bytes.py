@@ -1,4 +1,4 @@
-"""Bytes for comparing scalars, tensors, arrays and generators. No whole tensor is copied from the device."""
+"""Bytes for comparing scalars, tensors, arrays and generators. Large tensors are not copied whole from the device."""
 
 import datetime as dt
 import random
@@ -18,7 +18,10 @@ from torch import Tensor
 from whet.distributed.strategies import local_tensor
 
 _MAX_ELEMENTS = 65_536
-"""Maximum elements of a tensor that are hashed, evenly spaced. Larger tensors also get checksums of all elements."""
+"""Approximate maximum of elements that are compared directly.
+
+A larger tensor is sampled at even intervals, and checksums cover all of its elements.
+"""
 _WORDS_PER_ROW = 1_024
 
 SCALARS = (
@@ -35,7 +38,7 @@ GENERATORS = (
 def scalar_bytes(value: Any) -> bytes:
     if isinstance(value, bytes | bytearray):
         return bytes(value)
-    # The repr of other objects may contain an address, so objects of one type count as equal.
+    # The repr of other objects may contain an address, so all objects of one type count as equal.
     text = repr(value) if isinstance(value, SCALARS) else type(value).__qualname__
     return f"{type(value).__name__} {text}".encode(errors="replace")
 
@@ -70,7 +73,7 @@ def _checksums(tensor: Tensor) -> bytes:
     """
     data = tensor.contiguous().reshape(-1)
     if data.storage_offset():
-        # Words can be read only from an offset that is a multiple of eight bytes.
+        # Memory can be viewed as 64-bit words only at an offset that is a multiple of eight bytes.
         data = data.clone()
     data = data.view(torch.uint8)
     size = len(data) // (8 * _WORDS_PER_ROW) * 8 * _WORDS_PER_ROW
@@ -84,7 +87,7 @@ def array_bytes(array: "np.ndarray[Any, Any]", *, is_sample: bool) -> bytes:
     if array.dtype.hasobject:
         return about
     if array.size > _MAX_ELEMENTS and not is_sample:
-        # A copy, because torch cannot read an array that is not writeable.
+        # Copy, because torch warns about arrays that are not writable.
         about += _checksums(torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8))
     step = max(1, array.size // _MAX_ELEMENTS)
     sample = array.reshape(-1)[::step] if array.flags.c_contiguous else array[(slice(None, None, step), ...)]
@@ -101,7 +104,7 @@ def _generator_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return _generator_state(generator.bit_generator)
     if isinstance(generator, np.random.BitGenerator):
-        # `spawn` counts its children in the seed sequence, and does not change the state.
+        # `spawn` counts its children in the seed sequence and does not change the state of the generator.
         children = getattr(generator.seed_seq, "n_children_spawned", 0)
         return _with_lists(generator.state), children
     if isinstance(generator, np.random.SeedSequence):

@@ -1,1 +1,1 @@
-"""The chat recipe: conversations, causal language models, and programs to talk to them."""
+"""The chat recipe: prepare conversations, train causal language models and generate text with them."""

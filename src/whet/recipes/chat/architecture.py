@@ -1,4 +1,4 @@
-"""Sizes, parameter counts and costs of a chat model. No torch, so that a plan can be made without it."""
+"""Sizes, parameter counts and FLOPs of a chat model. No torch, so that planning works without it."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,7 +14,7 @@ PRESETS: dict[str, dict[str, int]] = {
     "medium": {"hidden_size": 1024, "L_layers": 6, "num_heads": 16},
     "large": {"hidden_size": 1280, "L_layers": 7, "num_heads": 20},
 }
-"""The blocks have 0.5, 6.8, 28, 77 and 142 million parameters, without the embedding tables."""
+"""Sizes by name. The blocks have 0.5, 6.8, 28, 77 and 142 million parameters, excluding the embedding tables."""
 
 _Size = Annotated[int, Field(gt=0, le=65_536)]
 _Cycles = Annotated[int, Field(gt=0, le=1_000)]
@@ -52,7 +52,7 @@ class ChatArch(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def fill_from_preset(cls, given: Any) -> Any:
-        """Add the sizes of the preset; explicit sizes take precedence."""
+        """Apply the sizes of the preset. Explicit sizes take precedence."""
         if not isinstance(given, dict) or given.get("preset") not in PRESETS:
             return given
         return {**PRESETS[given["preset"]], **given}
@@ -77,14 +77,14 @@ class ChatArch(BaseModel):
 
     @property
     def applications(self) -> int:
-        """The number of blocks that a token passes through: N T (n + 1) L for a trm, the depth for a gpt."""
+        """The number of block applications per token: N T (n + 1) L for a trm, the depth for a gpt."""
         if self.kind == "gpt":
             return self.depth
         return self.supervision * self.H_cycles * (self.L_cycles + 1) * self.L_layers
 
     @property
     def applications_with_gradient(self) -> int:
-        """Block applications kept for the backward pass. For a trm, only the last outer cycle of each pass."""
+        """The number of block applications with gradients. For a trm, only those in the last outer cycle of a pass."""
         return self.depth if self.kind == "gpt" else self.supervision * (self.L_cycles + 1) * self.L_layers
 
     @property
@@ -96,12 +96,12 @@ class ChatArch(BaseModel):
 
     @property
     def inner_size(self) -> int:
-        """The width inside a feed-forward layer (`whet.recipes.layers.inner_width`)."""
+        """The inner width of a feed-forward layer, the same as `whet.recipes.layers.inner_width`, which needs torch."""
         return 256 * -(-round(self.expansion * self.hidden_size * 2 / 3) // 256)
 
     @property
     def block_parameters(self) -> int:
-        """The parameters of one block: four square matrices for attention and three for the feed-forward layer."""
+        """The number of parameters of a block: four square matrices for attention, three for the feed-forward layer."""
         return 4 * self.hidden_size**2 + 3 * self.hidden_size * self.inner_size
 
     def table_parameters(self, vocab_size: int) -> int:
@@ -113,12 +113,12 @@ class ChatArch(BaseModel):
         return self.depth * self.block_parameters + self.table_parameters(vocab_size)
 
     def token_flops(self, vocab_size: int) -> int:
-        """Return the operations of the forward pass per token in a full row, without the embedding lookup."""
+        """Return the FLOPs of the forward pass per token in a full row, excluding the embedding lookup."""
         head = 2 * vocab_size * self.hidden_size
         return self.applications * self._block_flops + head
 
     def training_flops(self, vocab_size: int) -> int:
-        """Return the operations of a training step per token. A backward pass costs two forward passes."""
+        """Return the FLOPs of a training step per token. A backward pass costs as much as two forward passes."""
         passes = self.supervision if self.kind == "trm" else 1
         head = 2 * vocab_size * self.hidden_size * passes
         return (self.applications + 2 * self.applications_with_gradient) * self._block_flops + 3 * head
@@ -130,7 +130,7 @@ class ChatArch(BaseModel):
         return 2 * self.block_parameters + 2 * length * self.hidden_size
 
     def summary(self, vocab_size: int) -> str:
-        """Return a one-line summary: parameters, and operations per token."""
+        """Return a one-line summary of parameters and FLOPs per token."""
         tables = self.table_parameters(vocab_size)
         blocks = self.num_parameters(vocab_size) - tables
         return (

@@ -1,4 +1,4 @@
-"""The options of the chat recipe and the workload that they describe. No torch."""
+"""Options of the chat recipe and the workload they describe. No torch."""
 
 import math
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ EMBEDDED_SIZES = 4096, 157, 145_000
 
 The numbers are approximate: most texts are docstrings of Python, which differ between versions.
 """
-# Round numbers of positions suit the kernels better.
+# seq_len=auto is rounded up to a multiple of this number, because kernels are faster for round lengths.
 _SEQ_LEN_MULTIPLE = 64
 _MIN_SEQ_LEN = 128
 
 CFG_CHAT: Mapping[str, Any] = {
-    # 4 samples, accumulated over 8 batches.
+    # 4 samples per batch, accumulated over 8 batches.
     "global_batch_size": 32,
     "epochs": 10,
     "lr": 3e-4,
@@ -32,9 +32,10 @@ CFG_CHAT: Mapping[str, Any] = {
     "ema": True,
     "arch": {"hidden_size": 384, "L_layers": 4, "num_heads": 12, "H_cycles": 1, "L_cycles": 1, "supervision": 1},
 }
-"""The configuration of that name in the chat fork of TinyRecursiveModels.
+"""The configuration `cfg_chat` of the chat fork of TinyRecursiveModels.
 
-Its precision is left to the plan. Its warm-up of 1,000 steps is left to the default: small trainings are shorter.
+Its precision is not copied: the plan chooses it. Neither is its warm-up of 1,000 steps, which is longer than a small
+run.
 """
 
 
@@ -58,7 +59,7 @@ class ChatConfig(CommonConfig):
 
 
 def data_folders(config: ChatConfig) -> tuple[Path, ...]:
-    """Return the folders that `whet data chat` wrote; empty for the embedded conversations."""
+    """Return the folders of prepared conversations (`whet data chat`); empty for the embedded conversations."""
     for path in config.paths:
         if not path.is_dir():
             is_file = path.is_file()
@@ -88,7 +89,7 @@ def read_manifests(folders: tuple[Path, ...]) -> "tuple[ChatManifest, ...]":
 
 
 def data_facts(config: ChatConfig) -> dict[str, int]:
-    """Return the facts about the data that a plan needs (vocab_size, longest, num_rows), without reading the data."""
+    """Return vocab_size, longest and num_rows, the facts that a plan needs, without reading the conversations."""
     folders = data_folders(config)
     if not folders:
         vocab_size, longest, num_tokens = EMBEDDED_SIZES
@@ -144,8 +145,8 @@ def _layers(arch: ChatArch) -> tuple[str, ...]:
 def activation_bytes(arch: ChatArch, length: int, vocab_size: int) -> int:
     """Estimate the bytes of float32 activations that one row keeps for the backward pass.
 
-    A block keeps 16 times its width (residual sums, norms, rotated queries and keys) and 5 times its inner width. The
-    logits are kept three times.
+    Per token, a block keeps 16 values for each unit of its width (residual sums, norms, rotated queries and keys) and 5
+    for each unit of its inner width. The logits are kept three times.
     """
     block = 16 * arch.hidden_size + 5 * arch.inner_size
     passes = arch.supervision if arch.kind == "trm" else 1

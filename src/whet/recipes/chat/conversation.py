@@ -1,33 +1,33 @@
-"""Conversations: turns with a role and a text, and their validation."""
+"""Conversations, their turns and their validation."""
 
 from typing import Literal, NamedTuple
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 Loss = Literal["assistant", "all"]
-"""The turns whose tokens are trained on."""
+"""The turns whose tokens are included in the loss."""
 
 
 class Turn(NamedTuple):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: Role
     text: str
 
 
 class Conversation(NamedTuple):
-    """Turns in order, and their source (file and record)."""
+    """The turns of a conversation in order. `where` is its source, a file and record."""
 
     turns: tuple[Turn, ...]
     where: str = ""
 
 
 class MalformedError(ValueError):
-    """A record is not a usable conversation. The message is the reason."""
+    """Raised if a record is not a usable conversation. The message is the reason."""
 
 
 def validate_turns(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Return the turns up to the last answer. Raises MalformedError if they cannot be trained on.
+    """Return the turns up to the last answer, or raise MalformedError if they cannot be used for training.
 
     >>> validate_turns((Turn("user", "Hi"), Turn("assistant", "Hello."), Turn("user", "Bye")))
     (Turn(role='user', text='Hi'), Turn(role='assistant', text='Hello.'))
@@ -36,7 +36,7 @@ def validate_turns(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     for number, (role, text) in enumerate(turns, 1):
         if not text or text.isspace():
             raise MalformedError(f"turn {number} ({role}) is empty")
-        # Allow consecutive tool turns: several tools may answer one call.
+        # Allow consecutive tool turns, because a message may call several tools.
         if role == before and role != "tool":
             raise MalformedError(f"turns {number - 1} and {number} both have the role {role}")
         if not text.isascii():

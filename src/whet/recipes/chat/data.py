@@ -1,4 +1,4 @@
-"""The training data of the chat recipe: rows of equal length, from prepared folders or the embedded conversations."""
+"""The data of the chat recipe: rows of equal length, packed with prepared or embedded conversations."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,15 +19,16 @@ from whet.recipes.chat.tokenizer import ChatTokenizer
 
 _NUM_QUESTIONS = 4
 _MAX_MEMORY_BYTES = 1 << 30
-"""Larger splits stay on disk, and their rows are read on demand."""
+"""The maximum size of a split in memory. The rows of larger splits are read from disk on demand."""
 
 
 class PackedRows:
-    """A map-style dataset of the rows of one split, from several folders. Rows are padded at the end."""
+    """A map-style dataset of the rows of a split, from one or more folders. Rows are padded at the end."""
 
     def __init__(self, splits: Sequence[ChatSplit], *, row_length: int, pad_id: int) -> None:
         self._splits = [split.repack(row_length) for split in splits]
-        # The last token is only a target. One more token per row gives the model a round number of positions.
+        # The inputs are all tokens but the last, the targets all tokens but the first. With one more token, the model
+        # sees exactly `row_length` positions.
         self._length = row_length + 1
         self._pad_id = pad_id
 
@@ -35,7 +36,7 @@ class PackedRows:
         return sum(split.num_rows for split in self._splits)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return tokens (int32), is_start (document begins here) and is_loss, each (S), and loss_bytes of the row."""
+        """Return tokens (int32), is_start (true at the start of a document) and is_loss, each (S), and loss_bytes."""
         for split in self._splits:
             if index < split.num_rows:
                 return self._pad(split.row(index))
@@ -60,7 +61,7 @@ class PackedRows:
         }
 
     def in_memory(self) -> "PackedRows | dict[str, Tensor]":
-        """Return the rows as columns in memory if they are small enough, otherwise this dataset."""
+        """Return the rows as a dict of tensors if they are small enough, else this dataset."""
         if not len(self) or 6 * self._length * len(self) > _MAX_MEMORY_BYTES:
             return self
         rows = [self[index] for index in range(len(self))]
@@ -69,7 +70,7 @@ class PackedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A conversation up to an answer, and the reference answer."""
+    """The beginning of a conversation, up to an answer, and the reference answer."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -85,11 +86,11 @@ class ChatData:
     arch: ChatArch
     """The architecture with a resolved seq_len."""
     context_length: int
-    """The resolved seq_len: tokens per row."""
+    """The resolved seq_len, the number of tokens per row."""
     tokenizer: ChatTokenizer
     num_rows: int
     longest: int
-    """Tokens of the longest document."""
+    """The number of tokens of the longest document."""
     fingerprint: str
     questions: tuple[Question, ...]
     """Questions from the val split. Evaluations show the model's answers to them."""
@@ -97,7 +98,7 @@ class ChatData:
 
 
 def read_chat(config: ChatConfig) -> ChatData:
-    """Read the data that a config names."""
+    """Read the conversations of a config."""
     datasets = _open_datasets(config)
     tokenizer = datasets[0].tokenizer
     longest = max(split.facts.longest for data in datasets for split in (data.train, data.val, data.test))
@@ -145,7 +146,7 @@ def _open_datasets(config: ChatConfig) -> list[ChatDataset]:
 
 
 def _overlap_note(datasets: Sequence[ChatDataset]) -> tuple[str, ...]:
-    """Warn if conversations held out in one folder are used for training in another: scores are then too good."""
+    """Return a warning if held-out conversations are in another folder's training split, which inflates scores."""
     if len(datasets) < 2:
         return ()
     held_out = Counter(
@@ -165,7 +166,7 @@ def _document_hash(document: TokenRow) -> bytes:
 
 
 def _sample_questions(split: ChatSplit, tokenizer: ChatTokenizer, *, max_tokens: int) -> tuple[Question, ...]:
-    """Return the first answers of a few documents, spread evenly over a split."""
+    """Return the first question of a few documents, evenly spaced over a split."""
     indices = range(0, split.num_documents, max(1, split.num_documents // _NUM_QUESTIONS))
     questions = (_first_question(split.document(index).tokens.tolist(), tokenizer) for index in indices)
     fitting = [question for question in questions if question is not None and len(question.prompt) < max_tokens]

@@ -1,4 +1,4 @@
-"""Prepared conversations on disk: packing documents into rows, writing, and memory-mapped reading."""
+"""Prepared conversations on disk: pack documents into rows, write them, and read them memory-mapped."""
 
 import hashlib
 from bisect import bisect_left, insort
@@ -27,16 +27,16 @@ from whet.run.disk import read_regular_file
 Item = TypeVar("Item")
 Array = np.ndarray[Any, np.dtype[Any]]
 ARRAYS = {"tokens": None, "loss": "|u1", "starts": "<i8", "loss_bytes": "<i8", "rows": "<i8"}
-"""The files of a split and their dtypes. The dtype of tokens depends on the vocabulary and is in the manifest."""
+"""The files of a split and their dtypes. The dtype of the tokens depends on the vocabulary (see the manifest)."""
 
 # --- Packing ----------------------------------------------------------------------------------------------------------
 
-# More open rows pack more tightly, but reorder documents more and use more memory.
+# More open rows waste less space, but reorder documents more and use more memory.
 MAX_OPEN_ROWS = 64
 
 
 class Packer(Generic[Item]):
-    """Packs documents into rows by best fit, among a bounded number of open rows."""
+    """Packs documents into rows by best fit, with a limited number of open rows."""
 
     def __init__(self, row_length: int, *, max_open_rows: int = MAX_OPEN_ROWS) -> None:
         self._row_length = row_length
@@ -48,7 +48,7 @@ class Packer(Generic[Item]):
 
     def add(self, item: Item, length: int) -> list[Item] | None:
         """Add a document. Return a row if one was completed, else None."""
-        # Find the fullest row that still has room. The row number -1 sorts before every row with the same free space.
+        # Find the fullest row with enough space. -1 sorts before all row numbers with the same free space.
         index = bisect_left(self._free, (length, -1))
         if index < len(self._free):
             free, row = self._free.pop(index)
@@ -58,7 +58,7 @@ class Packer(Generic[Item]):
             self._next += 1
         self._rows[row].append(item)
         insort(self._free, (free - length, row))
-        # A full row is complete. With too many open rows, close the fullest one: it wastes the least space.
+        # Close the fullest row if it is full, or if there are too many open rows: it wastes the least space.
         if self._free[0][0] == 0 or len(self._free) > self._max_open_rows:
             return self._rows.pop(self._free.pop(0)[1])
         return None
@@ -70,7 +70,7 @@ class Packer(Generic[Item]):
 
 
 def pack_in_order(lengths: Array, *, row_length: int) -> Array:
-    """Pack documents without reordering them; return the first document of each row, and the end.
+    """Pack documents without reordering them. Return the first document of each row, followed by their number.
 
     >>> pack_in_order(np.array([3, 2, 4, 1, 5]), row_length=5).tolist()
     [0, 2, 4, 5]
@@ -92,14 +92,15 @@ class Document(NamedTuple):
     """A conversation, or a segment of one, ready to be written."""
 
     tokens: bytes
-    """Token ids of the dtype `token_type`."""
+    """The token ids, in the dtype of `token_type`."""
     mask: bytes
     """The loss mask, one byte per token."""
     loss_bytes: int
+    """The size in bytes of the text of the loss tokens."""
 
 
 def token_type(vocab_size: int) -> str:
-    """Return the smallest unsigned dtype that holds every token id.
+    """Return the smallest unsigned dtype for the token ids of a vocabulary.
 
     >>> token_type(65_536), token_type(65_537)
     ('<u2', '<u4')
@@ -116,7 +117,7 @@ class SplitWriter:
         durable.make_directory(draft / split)
         self._files = {name: durable.StreamedFile(draft / split / f"{name}.bin") for name in ARRAYS}
         self._documents = self._rows = self._tokens = self._loss_tokens = self._loss_bytes = self._longest = 0
-        # The arrays of offsets have one more entry than items, so that item i spans [i] to [i + 1].
+        # Arrays of offsets have one more entry than items: item i extends from offset i to offset i + 1.
         self._append("starts", 0)
         self._append("rows", 0)
 
@@ -127,7 +128,7 @@ class SplitWriter:
             self._write(row)
 
     def close(self, *, conversations: int) -> tuple[SplitFacts, dict[str, ChatFile]]:
-        """Write the rows that are still open; return the sizes and the hashes of the files."""
+        """Write the rows that are still open, and return the sizes of the split and the hashes of the files."""
         for row in self._packer.rest():
             self._write(row)
         facts = SplitFacts(
@@ -175,15 +176,15 @@ class TokenRow:
     tokens: Array
     """int32 token ids."""
     is_loss: Array
-    """uint8: 1 where the loss includes the prediction of this token."""
+    """uint8: 1 if the prediction of this token is included in the loss."""
     positions: Array
-    """int32 positions within the document. Each 0 starts a document."""
+    """int32 positions within the document. A document starts at each 0."""
     loss_bytes: int
     """The size in bytes of the text of the loss tokens."""
 
 
 class ChatSplit:
-    """One split: documents, grouped into rows of up to `row_length` tokens."""
+    """The documents of a split, packed into rows of up to `row_length` tokens."""
 
     def __init__(self, arrays: dict[str, Array], facts: SplitFacts, *, row_length: int) -> None:
         self.facts = facts
@@ -194,7 +195,7 @@ class ChatSplit:
         self.starts = arrays["starts"]
         """(documents + 1), int64: the first token of each document."""
         self.loss_bytes = arrays["loss_bytes"]
-        """(documents), int64: the bytes of the text of the loss tokens of each document."""
+        """(documents), int64: the size in bytes of the text of each document's loss tokens."""
         self.rows = arrays["rows"]
         """(rows + 1), int64: the first document of each row."""
         self.row_length = row_length
@@ -256,15 +257,15 @@ class ChatDataset:
 
     @property
     def fingerprint(self) -> str:
-        """A hash over the hashes of all files, which identifies the data."""
+        """A hash of the hashes of all files."""
         hashes = [f"{name} {file.sha256}" for name, file in sorted(self.manifest.files.items())]
         return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
 def open_dataset(folder: Path, *, verify: bool = False) -> ChatDataset:
-    """Open a folder of prepared conversations and check the file sizes; with `verify`, also check the hashes."""
+    """Open a folder of prepared conversations and check the file sizes. With `verify`, also check the hashes."""
     manifest = read_manifest(folder)
-    # Build paths from fixed names, so that a manipulated manifest cannot point outside of the folder.
+    # Accept only known file names, so that a manipulated manifest cannot point outside of the folder.
     if set(manifest.files) != {TOKENIZER, *(f"{split}/{name}.bin" for split in SPLITS for name in ARRAYS)}:
         got = ", ".join(sorted(manifest.files))[:200]
         raise WhetError(f"{folder} is damaged", got=f"its manifest lists {got}", try_="prepare the data again")

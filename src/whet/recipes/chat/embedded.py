@@ -1,4 +1,4 @@
-"""The embedded conversations, used if no data is given: docstrings of Python, and a few questions about whet."""
+"""The default dataset: questions about docstrings of Python's standard library, and a few about whet."""
 
 import ast
 import hashlib
@@ -21,7 +21,7 @@ from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 from whet.run import durable
 
 _MAX_CHARACTERS = 600
-"""The limit for conversations with several questions: the longest conversation determines the length of all rows."""
+"""The maximum length of a conversation with several questions. The longest one determines the length of all rows."""
 _SYSTEM = "You answer questions about whet and Python, briefly."
 _BRIDGES = ("{}", "Thanks. {}", "And another question: {}", "I see. {}", "{}", "Good. {}")
 
@@ -31,7 +31,7 @@ def embedded_conversations() -> list[tuple[Turn, ...]]:
     whet = list(whet_facts())
     python = list(python_facts())
     conversations: list[tuple[Turn, ...]] = []
-    # Facts about whet are few but the most frequent topic, so they occur twice: alone and in longer conversations.
+    # There are few facts about whet, but they are asked for most. Use them twice: alone and in longer conversations.
     for round_number, (facts, longest) in enumerate(((whet, 1), (whet, 3), (python, 3))):
         pairs = [(question, fact.answer) for fact in facts for question in fact.questions]
         pairs.sort(key=lambda pair: _hash_number(f"{round_number} {pair[0]}"))
@@ -63,7 +63,7 @@ OPTIONS = PrepareOptions(format="openai", vocab_size=4096, max_length=512, train
 
 
 def open_embedded() -> ChatDataset:
-    """Open the cached conversations. Generate them if they are missing, damaged or of another version."""
+    """Open the cached conversations, or generate them if the cache is missing, damaged or of another version."""
     folder = env.home() / "chat" / f"embedded-{_key()}"
     try:
         return open_dataset(folder, verify=True)
@@ -90,11 +90,11 @@ def _generate(folder: Path) -> ChatDataset:
         try:
             if folder.exists():
                 durable.remove(folder)
-            # Use no threads: training may fork later, and threads do not survive a fork.
+            # Use no threads: training may fork later, and a process with threads must not fork.
             prepare_data(file, folder, OPTIONS, on_progress=_ignore_progress, in_threads=False)
         except WhetError:
-            # Another process may have written the cache meanwhile. If the home folder is read-only, use a temporary
-            # folder.
+            # Another process may have written the cache in the meantime. Otherwise the home folder is read-only or
+            # full: use a temporary folder.
             if not folder.exists():
                 folder = Path(tempfile.mkdtemp(prefix="whet-chat-")) / folder.name
                 prepare_data(file, folder, OPTIONS, on_progress=_ignore_progress, in_threads=False)
@@ -110,14 +110,14 @@ MAX_CHARACTERS = 320
 
 
 class Fact(NamedTuple):
-    """An answer, and several ways to ask for it."""
+    """An answer, and several questions for it."""
 
     answer: str
     questions: tuple[str, ...]
 
 
 def first_sentences(text: str, *, limit: int = MAX_CHARACTERS) -> str:
-    """Return as many leading sentences as fit into `limit` characters, on one line; empty if the first does not fit.
+    """Return the leading sentences that fit into `limit` characters, on one line; empty if the first does not fit.
 
     >>> first_sentences("Return it.  Then\\nstop. And a third.", limit=24)
     'Return it. Then stop.'
@@ -143,7 +143,7 @@ _MIN_CHARACTERS = 15
 
 
 def python_facts() -> Iterator[Fact]:
-    """Yield facts from the docstrings of common modules, in a fixed order; missing modules are skipped."""
+    """Yield facts from the docstrings of common modules, in a fixed order. Missing modules are skipped."""
     root = Path(sysconfig.get_path("stdlib"))
     for module in MODULES:
         base = root.joinpath(*module.split("."))
@@ -185,7 +185,7 @@ def _summary(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Cla
     paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
     text = first_sentences(paragraph).removesuffix("For example:").rstrip()
     if text.endswith(":"):
-        return ""  # The sentence announces an example that is not included.
+        return ""  # The sentence introduces an example, which is not included.
     return text if len(text) >= _MIN_CHARACTERS and text.isascii() else ""
 
 

@@ -13,15 +13,15 @@ from whet.recipes.chat.model import CausalModel, model_inputs, next_tokens, summ
 from whet.recipes.chat.responder import Prompt, Responder
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
-# Limits of sample answers: an evaluation must not take much longer because of them.
+# Limits for sample answers, which must not make an evaluation much slower.
 _MAX_ANSWER_TOKENS = 48
 _MAX_SECONDS = 5.0
 _MAX_NATS = 50.0
-"""The limit of the exponent of perplexity, which would overflow."""
+"""The maximum exponent of the perplexity, which would otherwise overflow."""
 
 
 def partial_metrics(model: CausalModel, micro_batches: Iterator[DictBatch]) -> list[float]:
-    """Sum nats, tokens, correct tokens and bytes over micro-batches. Each process sums its share."""
+    """Sum nats, tokens, correct tokens and bytes over micro-batches. Each process evaluates its share of the split."""
     totals = [0.0] * 4
     for micro in micro_batches:
         targets = next_tokens(micro)
@@ -29,14 +29,14 @@ def partial_metrics(model: CausalModel, micro_batches: Iterator[DictBatch]) -> l
         is_counted = targets >= 0
         is_correct = (logits.argmax(-1) == targets) & is_counted
         counts = (is_counted.sum(), is_correct.sum(), micro.loss_bytes.sum())
-        # Transfer all sums at once: one synchronization with the device per micro-batch.
+        # Transfer all sums at once, so that each micro-batch synchronizes with the device only once.
         sums = torch.stack([summed_cross_entropy(logits, targets), *(count.float() for count in counts)]).tolist()
         totals = [total + value for total, value in zip(totals, sums, strict=True)]
     return totals
 
 
 def merge_metrics(model: CausalModel, parts: list[list[float]], data: ChatData | None) -> dict[str, Any]:
-    """Combine the partial metrics of all processes into metrics, and add sample answers."""
+    """Compute the metrics from the sums of all processes, and add sample answers."""
     nats, tokens, correct, num_bytes = (sum(column) for column in zip(*parts, strict=True))
     mean = nats / max(1.0, tokens)
     metrics: dict[str, Any] = {
@@ -53,7 +53,7 @@ def merge_metrics(model: CausalModel, parts: list[list[float]], data: ChatData |
 def sample_answers(
     model: CausalModel, tokenizer: ChatTokenizer, questions: Sequence[Question], *, context_length: int
 ) -> list[dict[str, Any]]:
-    """Return greedy answers of the model. Answers are cut short after a few seconds."""
+    """Return greedy answers of the model. Generation stops after a few seconds."""
     responder = Responder(model, tokenizer, context_length=context_length)
     answers = responder.respond_all(
         [Prompt(ids=question.prompt) for question in questions],

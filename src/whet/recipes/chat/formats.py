@@ -1,4 +1,4 @@
-"""The formats of conversation files: ShareGPT, Alpaca, OpenAI, OpenAssistant and TRM folders."""
+"""Read conversation files: ShareGPT, Alpaca, OpenAI, OpenAssistant and TRM folders."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ ROLE_NAMES: dict[str, Role] = {
 
 
 def read_turns(listed: Any, *, role_keys: tuple[str, ...], text_keys: tuple[str, ...]) -> tuple[Turn, ...]:
-    """Convert a list of messages. Role and text are under the first of the given keys that a message has."""
+    """Convert a list of messages to turns. Role and text are the values of the first key that a message has."""
     if not isinstance(listed, list):
         raise MalformedError("its turns are not a list")
     turns = []
@@ -33,7 +33,7 @@ def read_turns(listed: Any, *, role_keys: tuple[str, ...], text_keys: tuple[str,
 
 
 def parse_text(value: Any, where: str) -> str:
-    """Return the text of a message, which is a string or a list of text parts."""
+    """Return the text of a message, given as a string or a list of text parts."""
     if type(value) is str:
         return value
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
@@ -106,7 +106,7 @@ def fits_openassistant(record: Mapping[str, Any]) -> bool:
 
 
 def is_message(record: Any) -> bool:
-    """Return whether a record is a row of the flat dump, which is one message."""
+    """Return whether a record is a single message, as in the flat dump."""
     return isinstance(record, dict) and "message_id" in record and "parent_id" in record and "text" in record
 
 
@@ -123,7 +123,7 @@ def read_openassistant(record: Mapping[str, Any]) -> tuple[Turn, ...]:
 
 
 def merge_openassistant(records: Iterable[Record]) -> Iterator[Record]:
-    """Merge the rows of a tree, which are adjacent in the dump, into one record. Pass other records through."""
+    """Merge the messages of a tree, which are adjacent in the flat dump, into one record. Keep other records."""
     rows: list[Record] = []
     for record in records:
         is_row = is_message(record.value)
@@ -149,7 +149,7 @@ def _tree_id(row: Mapping[str, Any]) -> Any:
 
 
 def _build_tree(rows: list[Record]) -> Record:
-    """Build a tree from its rows. A missing parent makes the tree invalid."""
+    """Build a tree from its messages. If a parent is missing, the record has an error."""
     replies: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
     nodes = [{**row.value, "replies": []} for row in rows]
     for node in nodes:
@@ -165,7 +165,7 @@ def _build_tree(rows: list[Record]) -> Record:
 
 
 def _best_path(node: Any) -> Iterator[Any]:
-    """Yield messages from the root down, following the best-ranked reply that is not deleted."""
+    """Yield the messages from the root to a leaf, following the best-ranked reply that is not deleted."""
     while True:
         if not isinstance(node, dict):
             raise MalformedError("a message is not an object")
@@ -200,9 +200,9 @@ def read_sharegpt(record: Mapping[str, Any]) -> tuple[Turn, ...]:
 
 # --- Folders prepared by the chat fork of TinyRecursiveModels ------------------------------------------------------
 #
-# train/ and test/ contain `all__inputs.npy`, padded rows of token ids with one conversation each; tokenizer/ decodes
-# them. A turn lies between <|user|> and <|enduser|>, or <|assistant|> and <|endassistant|>. A last turn without its
-# end mark was truncated and is dropped.
+# train/ and test/ contain `all__inputs.npy`: padded rows of token ids, with one conversation per row. tokenizer/
+# contains the tokenizer. A turn is enclosed in <|user|> and <|enduser|>, or <|assistant|> and <|endassistant|>. A last
+# turn without its end token was truncated and is dropped.
 
 TRM_ROWS = "all__inputs.npy"
 _TRM_ROLES = ("user", "assistant")
@@ -210,14 +210,14 @@ _TRM_HINT = "the JSON file that it was prepared from"
 
 
 def is_trm_folder(path: Path) -> bool:
-    """Return whether a folder has the files of that fork."""
+    """Return whether a folder has the files of the fork."""
     return all(
         (path / name).is_file() for name in ("train/dataset.json", f"train/{TRM_ROWS}", "tokenizer/tokenizer.json")
     )
 
 
 def read_trm_rows(path: Path) -> Iterator[Record]:
-    """Read the conversations in a file of rows as OpenAI messages."""
+    """Yield the conversations of a file of rows, as OpenAI messages."""
     import numpy as np
     from tokenizers import Tokenizer
 
@@ -263,19 +263,19 @@ _NUM_DETECTED = 64
 
 
 class Format(NamedTuple):
-    """A file format: functions that convert its records to conversations."""
+    """The functions to read a file format and convert its records to conversations."""
 
     name: str
     fits: Callable[[Mapping[str, Any]], bool]
     """Returns whether a record has this format."""
     read: Callable[[Mapping[str, Any]], tuple[Turn, ...]]
     merge: Callable[[Iterable[Record]], Iterator[Record]] = iter
-    """Merges records that belong to one conversation."""
+    """Merges the records of one conversation."""
     records: Callable[[Path], Iterator[Record]] = read_records
     """Reads the records of a file."""
 
 
-# If several formats fit, the first one is used. A list of messages is OpenAssistant's only if it has specific keys.
+# If several formats fit equally well, the first one is used. OpenAssistant precedes OpenAI, whose check is less strict.
 FORMATS = {
     item.name: item
     for item in (
@@ -291,7 +291,7 @@ TRM_FOLDER = Format("trm-folder", fits_openai, read_openai, records=read_trm_row
 
 
 def detect_format(path: Path) -> Format:
-    """Return the format that fits most of the first records."""
+    """Return the format that fits the most of the first records."""
     first = list(islice(read_records(path), _NUM_DETECTED))
     objects = [record.value for record in first if isinstance(record.value, dict)]
     fitting = Counter(name for value in objects for name, item in FORMATS.items() if item.fits(value))
@@ -305,7 +305,7 @@ def detect_format(path: Path) -> Format:
 
 
 def _describe_first(records: Sequence[Record]) -> str:
-    """Describe the first record, to show why no format fits."""
+    """Describe the first record, for the error message if no format fits."""
     record = next((record for record in records if isinstance(record.value, dict)), next(iter(records), None))
     if record is None:
         return "no records"

@@ -16,22 +16,22 @@ from whet.device.kernels.switches import is_whet_kernel_on
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLayout:
-    """The text and position of each token. Computed once per forward pass, without synchronizing with the device."""
+    """The text and position of each token. Computed once per forward pass, without a device synchronization."""
 
     positions: Tensor
     """The position of each token in its text: (L) or (T)."""
     is_real: Tensor
     """(B, L): false for padding."""
     is_seen: Tensor
-    """(B, L): the real tokens, and the first cell of an empty text, because a softmax over no elements is NaN."""
+    """(B, L): the attention mask. Includes the first cell of an empty text, because a softmax over nothing is NaN."""
     cells: Tensor | None
-    """(T): the cell of each packed token in the B x L rectangle; None for a padded batch."""
+    """(T): the index of each packed token in the flattened (B, L) rectangle; None for a padded batch."""
     starts: Tensor | None
     """(B + 1): the start of each packed text; None for a padded batch."""
     spans: Spans | None
-    """The bounds of the text of each packed token, for whet's attention kernels; None if they are not used."""
+    """The start and end of each packed token's text, for whet's attention kernels; None if they are not used."""
     num_texts: int
-    """The number of texts without the fillers at the end, which are not pooled."""
+    """The number of texts, excluding the filler texts at the end of a packed batch, which are not pooled."""
 
     def to_padded(self, x: Tensor) -> Tensor:
         """Return x as (B, L, ...), padded with zeros."""
@@ -57,12 +57,12 @@ def token_layout(tokens: Padded | Packed) -> TokenLayout:
         starts, longest, num_texts = tokens.starts, tokens.max_length, tokens.num_samples
         lengths = starts.diff()
         indices = torch.arange(tokens.values.shape[0], device=device, dtype=starts.dtype)
-        # Do not search in starts[1:]: compiled for a GPU, bucketize reads a view from the start of its storage
+        # Do not pass the view starts[1:]: in code compiled for a GPU, bucketize ignores the storage offset of a view
         # (pytorch#161609).
         text = torch.bucketize(indices, starts, right=True) - 1
         positions = indices - starts[text]
         spans = Spans.of(starts[text], starts[text + 1]) if is_whet_kernel_on("attention") else None
-        # The index of the token in the flattened B x L rectangle.
+        # The index of each token in the flattened (B, L) rectangle.
         cells = text * longest + positions
     columns = torch.arange(longest, device=device)
     is_real = columns < lengths[:, None]
@@ -78,13 +78,13 @@ def token_layout(tokens: Padded | Packed) -> TokenLayout:
 
 
 def attend(qkv: Tensor, layout: TokenLayout, *, num_heads: int, dropout: float = 0.0) -> Tensor:
-    """Compute self-attention within each text. `qkv` holds queries, keys and values side by side, 3 W wide.
+    """Compute self-attention within each text. `qkv` contains queries, keys and values side by side, 3 W wide.
 
-    A packed batch stays packed if the device has a kernel for it. Otherwise it is padded only for the attention, which
-    takes B x L^2 scores. A block-diagonal mask would take T^2.
+    A packed batch stays packed if the device has a kernel for it. Otherwise it is padded for the attention only, which
+    then needs B x L^2 scores. A block-diagonal mask would need T^2.
     """
     head_size = qkv.shape[-1] // 3 // num_heads
-    # Try the fastest first: whet's kernels, torch's variable-length kernel, then a padded rectangle.
+    # In order of speed: whet's kernels, torch's variable-length kernel, a padded rectangle.
     if layout.spans is not None and dropout == 0 and has_span_kernel(qkv, head_size):
         return span_attention(qkv, layout.spans, num_heads=num_heads)
     if layout.starts is not None and has_varlen_kernel(qkv, num_heads=num_heads):
@@ -99,7 +99,7 @@ def attend(qkv: Tensor, layout: TokenLayout, *, num_heads: int, dropout: float =
 
 
 def mean_pool(x: Tensor, layout: TokenLayout) -> Tensor:
-    """Average over the tokens of each text, (texts, W)."""
+    """Return the mean over the tokens of each text, (texts, W)."""
     real = layout.is_real[: layout.num_texts, :, None]
     # Clamp the count: an empty text has no tokens to average.
     return (layout.to_padded(x)[: layout.num_texts] * real).sum(1) / real.sum(1).clamp(min=1)

@@ -42,10 +42,10 @@ _POSITIONS_AFTER_PADDING = (
     "mpnet",
     "xmod",
 )
-"""Model types whose positions start after the padding index, in addition to all with "roberta" in their name."""
+"""Model types whose position ids start after the padding index, like all types with "roberta" in their name."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
-# Close to the limit of the safetensors library. It bounds memory for a damaged file.
+# Close to the limit of the safetensors library. Bounds the memory used for a damaged file.
 _MAX_HEADER_BYTES = 100 * 1024**2
 _DOWNLOADED_FILES = (
     "config.json",
@@ -64,7 +64,7 @@ _DOWNLOADED_FILES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backbone:
-    """The sizes of a pretrained encoder."""
+    """The sizes of a pretrained encoder. `kind` is its `model_type` in transformers."""
 
     kind: str
     width: int
@@ -90,14 +90,17 @@ class Backbone:
 
     @property
     def max_tokens(self) -> int:
-        """The number of tokens that have a position. RoBERTa-like models start counting after their padding index."""
+        """The maximum length of a text. RoBERTa-like models use only the positions after their padding index."""
         if "roberta" not in self.kind and self.kind not in _POSITIONS_AFTER_PADDING:
             return self.num_positions
         # MPNet uses 1 as its padding index, whatever its config says.
         return max(1, self.num_positions - max(1, self.padding) - 1)
 
     def num_parameters(self, *, num_classes: int) -> int:
-        """Count the parameters with a classification head: BERT by its layers, other models by their files."""
+        """Return the number of parameters, including a classification head.
+
+        For BERT, it is computed from the sizes. For other models, it is read from local files, if there are any.
+        """
         width = self.width
         head = (width + 1) * num_classes
         if self.kind != "bert" and self.num_stored is not None:
@@ -105,7 +108,7 @@ class Backbone:
         return self._embeddings + self.layers * self._block + (width + 1) * width + head
 
     def num_trained(self, *, num_classes: int, freeze: str | int, lora: int | None) -> int:
-        """Return the number of trained parameters including LoRA. Exact for BERT, approximate for other models."""
+        """Return the number of trained parameters, including those of LoRA. Exact for BERT, else an estimate."""
         width = self.width
         head = (width + 1) * num_classes
         if lora is not None:
@@ -167,7 +170,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def read_backbone(name: str) -> Backbone:
-    """Read the sizes of `model`. BERT base is assumed for a hub model that is not downloaded yet."""
+    """Read the sizes of `model` from its folder. For a name on the hub, return those of BERT base."""
     folder = local_folder(name)
     if folder is None:
         return BERT_BASE
@@ -208,7 +211,7 @@ def backbone_of(config: Mapping[str, Any], *, num_stored: int | None = None) -> 
 
 
 def _num_stored(folder: Path) -> int | None:
-    """Count the parameters in safetensors files from their headers: eight bytes of length, then JSON."""
+    """Count the parameters in safetensors files. A header consists of its length in eight bytes, then JSON."""
     total = 0
     for file in folder.glob("*.safetensors"):
         try:
@@ -226,7 +229,7 @@ def _num_stored(folder: Path) -> int | None:
 
 
 def import_transformers() -> Any:
-    """Import transformers. Raises an error that names the extra to install if it is missing."""
+    """Import transformers, or raise an error that names the extra to install."""
     try:
         import transformers
     except ImportError as error:
@@ -279,7 +282,7 @@ def _download(name: str) -> Path:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the messages and progress bars of transformers. whet raises errors for relevant problems."""
+    """Silence the messages and progress bars of transformers. whet reports the relevant problems as errors."""
     logging = import_transformers().utils.logging
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""BERT and RoBERTa classifiers without padding: the weights of transformers under their names, executed by whet.
+"""BERT and RoBERTa classifiers that also accept packed batches, which have no padding.
 
 Shapes: B texts, L tokens of the longest text, T tokens in total, W width, C classes. The parameters have the names and
 shapes of the transformers classifier, so checkpoints, exports and optimizer states are interchangeable. Linear layers
@@ -34,8 +34,8 @@ class Bert(nn.Module):
 
     @classmethod
     def of(cls, network: Any) -> "Bert":
-        """Wrap a transformers classifier. The weights are shared."""
-        # Build on the meta device, so that no second copy of the weights is allocated before they are assigned.
+        """Convert a transformers classifier. The weights are shared."""
+        # Build on the meta device, which allocates no memory for the weights that are then replaced.
         with torch.device("meta"):
             bert = cls(network.config)
         bert.network.load_state_dict(network.state_dict(), assign=True)
@@ -70,7 +70,7 @@ class _BertModel(nn.Module):
 
 
 class _BertEmbeddings(nn.Module):
-    """Sum of word, position and segment embeddings, normalized."""
+    """Layer norm of the sum of word, position and segment embeddings."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class _BertEmbeddings(nn.Module):
         if self.token_type_embeddings.num_embeddings > 1:
             segments = self.token_type_embeddings(ids // SEGMENT_OFFSET)
         else:
-            # RoBERTa has a single segment, so broadcasting saves a lookup per token.
+            # RoBERTa has a single segment: broadcasting its embedding saves a lookup per token.
             segments = self.token_type_embeddings.weight[0]
         embedded = self.word_embeddings(words) + segments + self.position_embeddings(positions)
         return self.dropout(self.LayerNorm(embedded))
 
     def _positions(self, words: Tensor, layout: TokenLayout) -> Tensor:
-        """Return the positions. RoBERTa counts from its padding index and skips padding tokens inside a text."""
+        """Return the position ids. RoBERTa starts after its padding index and does not count padding tokens."""
         if self.padding is None:
             return layout.positions
         is_counted = words != self.padding
@@ -109,10 +109,10 @@ class _BertEmbeddings(nn.Module):
 
 
 class _BertBlock(nn.Module):
-    """Attention and a feed-forward layer. Each output is added to the residual, and the sum is normalized.
+    """Post-norm attention and feed-forward layer, each with a residual connection.
 
-    A block takes and returns two tensors: the residual, and the input of matrix products, which may have a lower
-    precision (`residual_layer_norm`).
+    A block takes and returns two tensors: the residual, and the input of the next matrix product, which may have a
+    lower precision (`residual_layer_norm`).
     """
 
     def __init__(self, config: Any) -> None:
@@ -141,7 +141,7 @@ class _BertBlock(nn.Module):
 
     def _qkv(self, x: Tensor) -> Tensor:
         """Return queries, keys and values side by side, 3 W wide: one matrix product instead of three."""
-        # Concatenate in every pass: the parameters must stay separate, as in transformers, for checkpoints and exports.
+        # Concatenate in every pass: checkpoints and exports need separate parameters, as in transformers.
         layers = list(self.attention["self"].children())
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
         return functional.linear(x, weight, bias)

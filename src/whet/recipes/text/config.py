@@ -46,20 +46,26 @@ LINEAR_TRAINING = {
     "dropout": 0.0,
     "word_dropout": 0.0,
 }
-"""Defaults of the linear classifier. SGD: Adam takes full steps for n-grams of two texts and memorizes them.
+"""Defaults of the linear classifier.
 
-The large batch has rows of rare classes in most steps. lr * epochs / batch decides how far SGD gets towards the minimum
-for any number of texts and any C (ngrams.py): the decay shrinks the initial error by exp(-1.6). With lr=0.5 it stopped
-too early on thousands of texts: -0.005 in cross-validation (docs/bench/text-quality_linux-2core_2026-11-18.md). It is
-evaluated at the end only: the problem is convex, so earlier weights are not better, and a validation split with ten
-rows of a rare class would select some of them by chance.
+optimizer: Adam would take full steps for n-grams that occur in only two texts, and memorize these texts.
+
+global_batch_size: With a large batch, most steps contain texts of rare classes.
+
+lr: For any number of texts and any C (ngrams.py), lr * epochs / batch determines how far SGD approaches the minimum.
+With momentum 0.9 and a linear schedule, the weight decay shrinks the initial error by exp(-1.6). With lr=0.5, training
+on thousands of texts stopped too early: -0.005 in cross-validation
+(docs/bench/text-quality_linux-2core_2026-11-18.md).
+
+eval_every: Evaluate at the end only. The problem is convex, so earlier weights are not better, and a validation split
+with ten rows of a rare class would select some of them by chance.
 """
 _ENOUGH_ROWS, _MIN_C = 500, 0.05
-"""A class of the linear classifier with this many rows has C = 1, as in scikit-learn; the least C of a rare class."""
+"""The number of rows from which a class gets C = 1, scikit-learn's default, and the smallest C of a rare class."""
 LINEAR_NGRAMS = 8_192
-"""The linear classifier reads this many n-grams of a text. Longer texts are truncated."""
+"""The maximum number of n-grams per text for the linear classifier. Longer texts are truncated."""
 _TYPICAL_NGRAMS = 50_000
-"""The n-grams of some thousand sentences: assumed until the data is read."""
+"""The vocabulary size of several thousand sentences, assumed until the data is read."""
 _ENCODER_KEYS = ("arch", "dropout", "word_dropout", "init_from")
 
 
@@ -240,11 +246,11 @@ class TextConfig(CommonConfig):
 
 
 def class_strengths(counts: Sequence[int]) -> list[float]:
-    """Return C of each class of the linear classifier: the weight of the loss against half its squared weights.
+    """Return C for each class of the linear classifier: the inverse regularization strength, as in scikit-learn.
 
-    A class with few rows needs a smaller C, or its weights memorize these rows; a smaller C for all classes would make
-    the others worse. This is the geometric mean of a value for the class and one for the rarest class. Chosen by
-    cross-validation on training rows (docs/bench/text-quality_linux-2core_2026-11-18.md).
+    A class with few rows needs a smaller C, or its weights memorize these rows. A smaller C for all classes would make
+    the other classes worse. Each value is the geometric mean of the C for the class and the C for the rarest class. The
+    formula was chosen by cross-validation on training rows (docs/bench/text-quality_linux-2core_2026-11-18.md).
 
     >>> [round(strength, 2) for strength in class_strengths([1000, 125, 30])]
     [0.24, 0.12, 0.06]
@@ -254,7 +260,7 @@ def class_strengths(counts: Sequence[int]) -> list[float]:
 
 
 def weight_decay(config: TextConfig, *, num_texts: int) -> float:
-    """Return the weight decay. For the linear classifier it is that of C = 1; the model scales it for each class."""
+    """Return the weight decay. For the linear classifier, it corresponds to C = 1; the model scales it per class."""
     if config.weight_decay != "auto":
         return config.weight_decay
     if config.is_linear:
@@ -275,7 +281,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
     """Describe the workload of a config. The size of user data is unknown until the data is read.
 
     Args:
-        folder: The files of a hub model, once they are downloaded.
+        folder: The local files of a hub model; None before they are downloaded.
     """
     _check_data_exists(config)
     num_samples = int(EMBEDDED_CLASSES * EMBEDDED_ROWS_PER_CLASS * TRAIN_SHARE) if config.is_embedded else None
@@ -314,7 +320,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
 
 
 def _cost(layers: int, width: int, length: int) -> dict[str, float | int]:
-    """Return the operations and operators of an encoder: 12 width^2 weights per block, attention over all tokens."""
+    """Return FLOPs and operator calls of an encoder with 12 width^2 weights per block and attention over all tokens."""
     return {
         "flops_per_sample": 6.0 * layers * length * (12 * width**2 + 2 * length * width),
         # A block runs about 20 operators forward and 40 backward.
@@ -379,7 +385,7 @@ def activation_bytes(arch: TextArch) -> int:
 
 
 def _layers(config: TextConfig, backbone: Backbone | None) -> tuple[str, ...]:
-    """Return the kinds of layers, which determine the own kernels that the plan may use."""
+    """Return the kinds of layers, from which the plan determines which of whet's kernels are supported."""
     has_sums = backbone is not None and can_read_packed(config, backbone) and supports_add_norm(backbone.width)
     optional = {SPAN_ATTENTION: _has_spans(config, backbone), ADD_NORM: has_sums}
     return ("attention", "gelu", "layer norm", "linear", *(name for name, is_used in optional.items() if is_used))

@@ -14,11 +14,11 @@ ClassWeights = Literal["auto", "none", "balanced"] | dict[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
-    """Texts and the index of the class of each text."""
+    """Texts with the class index of each text."""
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
-    """The class of each text. For multi-label data the first class, or -1 for none."""
+    """The class of each text. For multi-label data, the first of its classes, or -1 for none."""
     pairs: tuple[str, ...] = ()
     """The second texts of sentence pairs; empty for single texts."""
     label_sets: tuple[tuple[int, ...], ...] = ()
@@ -70,14 +70,14 @@ class Corpus:
         """SHA-256 of classes, texts, labels and splits."""
         splits = []
         for part in (self.train, self.val, self.test):
-            # Hash these fields only if present, so that fingerprints of plain corpora do not depend on them.
+            # Hash optional fields only if present, so that the fingerprint of a plain corpus does not change with them.
             optional = [part.pairs, part.label_sets] if part.pairs or part.label_sets else []
             splits.append([part.texts, part.labels, *optional])
         return hashlib.sha256(json.dumps([self.classes, splits]).encode()).hexdigest()
 
 
 def normalize_text(text: str, pair: str | None = None) -> str:
-    """Fold case and white space, so that texts which differ in nothing else compare equal.
+    """Fold case and whitespace, so that texts that differ in nothing else compare equal.
 
     >>> normalize_text("  The  Fox\\n") == normalize_text("the fox"), normalize_text("a", "B")
     (True, 'a\\x00b')
@@ -92,10 +92,10 @@ def normalize_text(text: str, pair: str | None = None) -> str:
 def split(
     examples: Examples, *, classes: Sequence[str], seed: int = 0, groups: Sequence[str | None] | None = None
 ) -> Corpus:
-    """Split each class 80/10/10 by hashes of the texts, without leaks between the splits.
+    """Split each class 80/10/10 by hashes of the texts, without leakage between the splits.
 
-    Rows of one group, and rows whose texts are equal except for case and white space, stay in the same split. The order
-    of rows does not matter, and a class of fewer than five rows is used for training only.
+    Rows of the same group, and rows whose texts differ only in case and whitespace, stay in the same split. The order
+    of the rows does not affect the split. A class with fewer than five rows is used for training only.
 
     >>> rows = Examples(texts=tuple(f"text {n}" for n in range(40)), labels=(0, 1) * 20)
     >>> corpus = split(rows, classes=["even", "odd"])
@@ -117,7 +117,7 @@ def split(
 
 
 def _assign_splits(sizes: Sequence[int]) -> list[str]:
-    """Assign units of these sizes to splits: of ten single rows the fifth to val, the tenth to test.
+    """Assign units of these sizes to splits. Of ten single rows, the fifth goes to val and the tenth to test.
 
     >>> _assign_splits([1] * 10)
     ['train', 'train', 'train', 'train', 'val', 'train', 'train', 'train', 'train', 'test']
@@ -126,7 +126,7 @@ def _assign_splits(sizes: Sequence[int]) -> list[str]:
     total = val = test = 0
     for size in sizes:
         total += size
-        # For single rows, val gets the 5th, 15th, ... and test the 10th, 20th, ...: both stay at 10 % at any size.
+        # Single rows: val gets the 5th, 15th, ... and test the 10th, 20th, ..., so both have about 10 % at any size.
         if 10 * val + 5 * size <= total:
             names.append("val")
             val += size
@@ -155,7 +155,7 @@ def _linked_rows(examples: Examples, *, groups: Sequence[str | None] | None) -> 
             links.append(("group", str(groups[row])))
         for link in links:
             one, other = root(row), root(first_row.setdefault(link, row))
-            # Use the smaller row as root, because units are named by their first row.
+            # Use the smaller row as the root, because units are keyed by their first row.
             parent[max(one, other)] = min(one, other)
     units: defaultdict[int, list[int]] = defaultdict(list)
     for row in range(len(examples)):
@@ -179,7 +179,7 @@ def _row_hash(examples: Examples, row: int, *, seed: int) -> bytes:
 
 
 def read_class_weights(value: Any) -> Any:
-    """Parse the text form of the option. pydantic validates the result.
+    """Parse the option as written on a command line. pydantic validates the result.
 
     >>> read_class_weights("{rare: 5, 'a, b': 0.5}"), read_class_weights(None), read_class_weights("balanced")
     ({'rare': 5.0, 'a, b': 0.5}, 'none', 'balanced')
@@ -191,7 +191,7 @@ def read_class_weights(value: Any) -> Any:
     import yaml
 
     try:
-        # This loader reads every name as text: safe_load reads a class "no" as false.
+        # BaseLoader keeps every name as a string. safe_load would read a class "no" as False.
         return {name: float(weight) for name, weight in yaml.BaseLoader(value).get_single_data().items()}
     except (yaml.YAMLError, TypeError, ValueError):
         raise UsageError(
@@ -200,7 +200,7 @@ def read_class_weights(value: Any) -> Any:
 
 
 def class_weights(option: ClassWeights, corpus: Corpus) -> tuple[float, ...] | None:
-    """Return the weight of each class, 1 for classes that are not named; None if all weights are equal."""
+    """Return the weight of each class, 1 for a class without one. "auto" and "none" return None."""
     if option in ("auto", "none"):
         return None
     if option == "balanced":
@@ -220,7 +220,7 @@ def class_weights(option: ClassWeights, corpus: Corpus) -> tuple[float, ...] | N
 
 
 def rare_classes(corpus: Corpus) -> list[str]:
-    """Return the classes with less than half of an even share of the training rows; none for multi-label data."""
+    """Return the classes with less than half the training rows of an even distribution; none for multi-label data."""
     if corpus.is_multi_label:
         return []
     counts = Counter(corpus.train.labels)
@@ -229,7 +229,7 @@ def rare_classes(corpus: Corpus) -> list[str]:
 
 
 def balanced_weights(labels: Sequence[int] | Sequence[tuple[int, ...]], *, num_classes: int) -> tuple[float, ...]:
-    """Return weights that give every class the same share of the loss, with a mean of 1 over the rows.
+    """Return class weights that give every class the same share of the loss. Their mean over the rows is 1.
 
     >>> balanced_weights([0, 0, 0, 1], num_classes=2)
     (0.6666666666666666, 2.0)

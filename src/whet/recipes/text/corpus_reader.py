@@ -1,4 +1,4 @@
-"""Load a corpus from files: rows, labels, missing splits, and notes about how they were interpreted."""
+"""Load a corpus from files: read the rows, split the labels and hold out missing splits."""
 
 import shlex
 from collections import Counter
@@ -55,7 +55,7 @@ class _LoadedRows:
 
 
 def load_corpus(config: TextConfig) -> LoadedCorpus:
-    """Load the corpus of `data` and `data_paths`, with notes about it and its serious defects."""
+    """Load the corpus of `data` and `data_paths`, with notes about its format and its serious defects."""
     if not config.paths:
         return LoadedCorpus(corpus=read_docstrings())
     loaded = read_files(
@@ -69,7 +69,7 @@ def load_corpus(config: TextConfig) -> LoadedCorpus:
 def read_files(
     *paths: Path, overrides: ColumnOverrides | None = None, separator: str | None = AUTO, split_seed: int = 0
 ) -> LoadedCorpus:
-    """Read the rows of all files and folders as one corpus. Missing splits are taken from the training rows."""
+    """Read the rows of all files and folders as one corpus. Missing splits are held out from the training rows."""
     rows = _LoadedRows(where=", ".join(map(str, paths)))
     has_lists = [
         _read_source(source, overrides or ColumnOverrides(), rows) for path in paths for source in find_sources(path)
@@ -146,7 +146,7 @@ def _empty_cell_error(column: str, sample: TextSample, *, where: str) -> UsageEr
 
 
 def _split_labels(loaded: _LoadedRows, *, separator: str | None, has_lists: bool) -> bool:
-    """Split labels that name several classes, in place; return whether a row may have several."""
+    """Split labels that name several classes, in place, and return whether the corpus is multi-label."""
     rows = [row for part in loaded.splits.values() for row in part]
     separator = validate_separator(separator)
     if has_lists:

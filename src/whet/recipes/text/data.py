@@ -1,4 +1,4 @@
-"""Tokenized splits for training, and a naive Bayes baseline to compare with."""
+"""Tokenized splits for training, and the metrics of two baselines: naive Bayes and the most frequent class."""
 
 import math
 import re
@@ -27,7 +27,7 @@ class SplitColumns(TypedDict):
     label: Tensor
     """int64 (rows); for multi-label data float32 (rows, classes), 1 for each class of a text."""
     weight: NotRequired[Tensor]
-    """float32 of the shape of the label: its weight in the loss. Absent if all classes have the same weight."""
+    """float32, the shape of `label`: the weight of each label in the loss. Absent without class weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class TextData:
     baselines: dict[str, dict[str, float]]
     """The test metrics of trivial classifiers by name; empty for multi-label data."""
     is_uneven: bool = False
-    """Whether a class has less than half of an even share of the training rows."""
+    """Whether a class has less than half the training rows of an even distribution."""
     notes: tuple[str, ...] = ()
     """How the data was interpreted, and its defects. Shown before training starts."""
 
@@ -83,7 +83,7 @@ def tokenize(
         for part in (corpus.train, corpus.val, corpus.test)
     )
     if class_weights is not None:
-        # Weight only the training loss: metrics stay comparable with and without weights.
+        # Weight only the training loss, so that metrics stay comparable with and without weights.
         weight = weight_column(train["label"], class_weights)
         # The linear classifier divides by the number of texts (evaluation.py), so its weights need a mean of 1.
         train["weight"] = weight / weight.mean() if isinstance(tokenizer, NgramVocabulary) else weight
@@ -102,7 +102,7 @@ def tokenize(
 
 
 def truncation_notes(data: TextData) -> list[str]:
-    """Report how many training texts are truncated, or as long as the limit."""
+    """Return a note with the number of training texts that reach or exceed the maximum length."""
     lengths = data.train["tokens"].lengths
     num_full = int((lengths >= data.max_length).sum())
     if not num_full:

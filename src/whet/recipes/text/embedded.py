@@ -1,8 +1,8 @@
 """The default dataset: docstring paragraphs of six installed libraries, labeled by library.
 
-This is real text that exists wherever torch and transformers are installed. Files are read in place: nothing is
-downloaded, imported or shipped. The texts depend only on the installed versions, never on the seed of a run, so runs
-with different seeds share a test split.
+This is real text that is available wherever torch and transformers are installed. The source files are read in place:
+nothing is downloaded, imported or shipped. The texts depend only on the installed versions, not on the seed of a run,
+so runs with different seeds have the same test split.
 """
 
 import ast
@@ -31,7 +31,7 @@ MIN_LENGTH, MAX_LENGTH = 30, 400
 _ALGORITHM = 2
 """Increment this number whenever the same installed files would produce different rows."""
 _MAX_PER_FILE = 25
-"""The number of paragraphs taken from a file at first. Otherwise a few long files would fill a class."""
+"""The number of paragraphs first taken from each file. Without this limit, a few long files would fill a class."""
 _READ_AHEAD = 16
 
 _SKIPPED_FOLDERS = {
@@ -47,7 +47,7 @@ _NOT_PROSE = re.compile(r"^\s*[-=]{3,}|>>>|\.\. ", re.MULTILINE)
 
 
 def read_docstrings(*, rows_per_class: int = EMBEDDED_ROWS_PER_CLASS) -> Corpus:
-    """Read the embedded corpus, with the same number of rows for each library. Cached after the first call."""
+    """Read the embedded corpus, with the same number of rows for each library. The result is cached on disk."""
     cache = env.home() / "text" / f"docstrings-{_cache_key(rows_per_class)}.json"
     examples = _read_cache(cache)
     if examples is None:
@@ -72,7 +72,7 @@ def _collect(rows_per_class: int) -> Examples:
     seen: set[str] = set()
     texts: list[str] = []
     labels: list[int] = []
-    # Share `seen` between libraries: a paragraph that two libraries have in common has no clear label.
+    # Share `seen` between libraries: a paragraph that occurs in two libraries has no clear label.
     for label, library in enumerate(LIBRARIES):
         paragraphs = _read_library(library, seen=seen, enough=rows_per_class)
         texts += paragraphs
@@ -100,7 +100,7 @@ def _read_library(library: str, *, seen: set[str], enough: int) -> list[str]:
 
 
 def _paragraphs(files: list[Path]) -> Iterator[str]:
-    """Yield a few first paragraphs of every file, then the remaining first paragraphs, then second paragraphs."""
+    """Yield the first paragraphs of docstrings, limited per file; then the remaining ones; then second paragraphs."""
     remaining: list[str] = []
     second: list[str] = []
     for source in _read_ahead(files):
@@ -117,7 +117,7 @@ def _root(library: str) -> Path:
         return Path(sysconfig.get_path("stdlib"))
     spec = importlib.util.find_spec(library)  # Locates a top-level package without importing it.
     if spec is None or spec.origin is None:
-        # Raise an error: without this class it would be a different task with a different accuracy.
+        # Do not skip the library: with five classes, this would be a different task with a different accuracy.
         raise WhetError(
             f"the embedded texts need {library}, which is not installed",
             got=f"no package {library!r} (classes: {', '.join(LIBRARIES)})",
@@ -127,7 +127,7 @@ def _root(library: str) -> Path:
 
 
 def _files(root: Path) -> list[Path]:
-    """Return the Python files of the library, ordered by a hash of their names, so that any prefix is a fair sample."""
+    """Return the Python files of the library, ordered by a hash of their names: any prefix is a random sample."""
     names: list[str] = []
     for folder, subfolders, files in os.walk(root):
         # Assign in place: os.walk then skips these folders.
@@ -138,7 +138,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _read_ahead(files: list[Path]) -> Iterator[bytes]:
-    """Yield the contents of the files in order. Threads read ahead, because a cold disk is slow."""
+    """Yield the contents of the files in order. Threads read ahead, because uncached files are slow to read."""
     with ThreadPoolExecutor(_READ_AHEAD) as pool:
         pending = deque(pool.submit(_content, path) for path in files[:_READ_AHEAD])
         for following in (*files[_READ_AHEAD:], *[None] * len(pending)):
@@ -168,7 +168,7 @@ def _docstrings(source: bytes) -> Iterator[str]:
             text = ast.get_docstring(node)
             if text:
                 yield text
-            # Visit only definitions: expressions contain no docstrings and are most of a tree.
+            # Descend only into the bodies of definitions: expressions are most of a tree and contain no docstrings.
             nodes.extend(node.body)
 
 
@@ -176,7 +176,7 @@ def _docstrings(source: bytes) -> Iterator[str]:
 
 
 def _cache_key(rows_per_class: int) -> str:
-    """Return a key that changes whenever a version of a library, Python or this module could produce different rows."""
+    """Return a key that changes with everything that can change the rows: library versions and _ALGORITHM."""
     versions = {library: _version(library) for library in LIBRARIES}
     facts = json.dumps([_ALGORITHM, rows_per_class, versions], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]

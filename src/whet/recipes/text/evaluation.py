@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NUM_BINS: Final = 15
 """Equally wide bins of the calibration error (Guo et al. 2017, "On Calibration of Modern Neural Networks")."""
 MAX_CONFUSION_CLASSES: Final = 1_000
-"""The limit of classes for a confusion matrix, which has a cell for each pair of classes."""
+"""The maximum number of classes for a confusion matrix, which has a cell for each pair of classes."""
 NUM_MISTAKES: Final = 8
 
 Array = Any
@@ -40,9 +40,10 @@ def classification_loss(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the mean loss over texts. With class weights, return the pair (weighted sum, sum of weights).
 
-    The pair makes the loss of a global batch independent of its split into micro-batches, and is that of torch's
-    CrossEntropyLoss(weight=...). But a batch with more rows of a rare class divides them by more: their weight in the
-    whole training is smaller than intended. With `averages_over_texts`, the divisor is the number of texts.
+    The pair makes the loss of a global batch independent of its split into micro-batches. Its quotient is the loss of
+    torch's CrossEntropyLoss(weight=...), which divides by the weights in the batch: the more texts of a rare class a
+    batch contains, the less each of them counts. With `averages_over_texts`, the weighted sum is divided by the number
+    of texts instead.
     """
     losses = per_text_loss(logits, micro.label, reduced=False)
     if "weight" not in micro:
@@ -53,7 +54,7 @@ def classification_loss(
 
 
 def per_text_loss(logits: Tensor, label: Tensor, *, reduced: bool = True) -> Tensor:
-    """Return the loss of each text. If not reduced, multi-label data has a loss for each class of each text."""
+    """Return the loss of each text. With reduced=False, multi-label data keeps a loss per class, (texts, classes)."""
     if label.dim() == 1:
         return functional.cross_entropy(logits, label, reduction="none")
     losses = functional.binary_cross_entropy_with_logits(logits, label.to(logits.dtype), reduction="none")
@@ -63,8 +64,7 @@ def per_text_loss(logits: Tensor, label: Tensor, *, reduced: bool = True) -> Ten
 def probabilities(logits: Tensor, *, is_multi_label: bool) -> Tensor:
     """Return the probability of each class, in float64 on the CPU.
 
-    The CPU, because not every device has float64. float64, because rounding in float32 would create ties between
-    classes.
+    In float32, rounding would create ties between classes. Not every device supports float64, but the CPU does.
     """
     logits = logits.float().cpu().double()
     return torch.sigmoid(logits) if is_multi_label else logits.softmax(1)
@@ -74,7 +74,7 @@ def probabilities(logits: Tensor, *, is_multi_label: bool) -> Tensor:
 
 
 class Scores:
-    """Sums over texts with known classes. Metrics are computed from them."""
+    """Sums over labeled texts, from which metrics are computed."""
 
     def __init__(self, num_classes: int, *, is_multi_label: bool) -> None:
         self.is_multi_label = is_multi_label
@@ -100,7 +100,7 @@ class Scores:
         return self._sums.get("confusion")
 
     def add(self, probabilities: Array, truth: Array) -> Array:
-        """Add predictions; return which texts were classified correctly.
+        """Add predictions, and return a boolean array of the texts that were classified correctly.
 
         Args:
             probabilities: (texts, classes).
@@ -199,7 +199,7 @@ class Mistake(NamedTuple):
     """A misclassified text."""
 
     error: float
-    """The largest error of the probability of any class."""
+    """The largest difference between the predicted probability of a class and its target, 0 or 1."""
     micro: DictBatch
     row: int
     expected: tuple[int, ...]
@@ -212,7 +212,7 @@ class Mistake(NamedTuple):
 
 
 def partial_metrics(model: "Classifier", micro_batches: Iterator[DictBatch], data: "TextData | None") -> dict[str, Any]:
-    """Return the sums over some texts as plain JSON. Each process counts its part."""
+    """Return the sums over some texts as plain JSON. Each process evaluates its share of the split."""
     loss = 0.0
     scores: Scores | None = None
     mistakes: list[Mistake] = []

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 ONNX_FILE: Final = "model.onnx"
 _OPSET: Final = 20
 _TOLERANCE: Final = 1e-3
-"""The tolerance of logits: onnx's reference evaluator computes in numpy, with a different error function."""
+"""The tolerance for logits: onnx's reference evaluator uses numpy, with a different implementation of erf."""
 
 
 def write_model_files(model: "Classifier", metadata: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:
-    """Write the model and its tokenizer into an empty folder; return facts for the manifest of the export."""
+    """Write the model and its tokenizer into an empty folder, and return the facts for the export manifest."""
     tokenizer = load_tokenizer(metadata)
     facts = {
         "classes": metadata["classes"],
@@ -101,7 +101,7 @@ def check_onnx_installed() -> None:
 
 
 class _BuiltInOnnx(nn.Module):
-    """A built-in model with the usual inputs of ONNX text models."""
+    """A built-in model with the inputs of a transformers model, `input_ids` and `attention_mask`."""
 
     def __init__(self, encoder: Encoder | NgramClassifier) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _with_onnx_inputs(model: "Classifier") -> tuple[nn.Module, list[str]]:
 
 
 def _sample_inputs(names: list[str], *, num_texts: int, length: int, vocab_size: int) -> dict[str, Tensor]:
-    """Return texts of decreasing length."""
+    """Return a batch of texts of decreasing length."""
     ids = torch.arange(num_texts * length).reshape(num_texts, length) * 7 % max(1, vocab_size - 1) + 1
     lengths = torch.arange(length, length - num_texts, -1).clamp(min=1)
     mask = (torch.arange(length) < lengths[:, None]).long()

@@ -1,4 +1,4 @@
-"""Build the tokenizer and the model of a config or a saved run."""
+"""Build the tokenizer and the model from a config or from the metadata of a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +28,10 @@ def make_tokenizer(config: TextConfig, corpus: Corpus, *, metadata: dict[str, An
     """Return the tokenizer of the `init_from` run or of a pretrained model, or train one on the texts.
 
     Args:
-        metadata: The metadata of the `init_from` run; None without one.
+        metadata: The metadata of the `init_from` run; None without `init_from`.
     """
     if metadata is not None:
-        # Only runs of pretrained models have the first key, and only those of linear models the second.
+        # Only runs of pretrained models have MODEL_CONFIG, and only runs of linear models have IS_LINEAR.
         if ((MODEL_CONFIG in metadata), bool(metadata.get(IS_LINEAR))) != (config.is_pretrained, config.is_linear):
             raise UsageError(
                 "init_from is a run of another model",
@@ -57,6 +57,7 @@ def make_tokenizer(config: TextConfig, corpus: Corpus, *, metadata: dict[str, An
 
 
 def load_tokenizer(metadata: dict[str, Any]) -> AnyTokenizer:
+    """Load the tokenizer from the metadata of a run."""
     saved = str(metadata.get("tokenizer"))
     if metadata.get(IS_LINEAR):
         return NgramVocabulary.from_json(saved)
@@ -64,12 +65,12 @@ def load_tokenizer(metadata: dict[str, Any]) -> AnyTokenizer:
 
 
 def effective_max_length(config: TextConfig, tokenizer: AnyTokenizer) -> int:
-    """Return `arch.max_length`, limited to the positions of a pretrained model."""
+    """Return `arch.max_length`, limited by a pretrained model; a fixed number of n-grams for the linear classifier."""
     if isinstance(tokenizer, NgramVocabulary):
         return LINEAR_NGRAMS
     if not isinstance(tokenizer, PretrainedTokenizer):
         return config.arch.max_length
-    # Both may limit the length: the positions of the model, and the declared maximum of the tokenizer.
+    # Both the model's positions and the tokenizer's declared maximum limit the length.
     limit = read_backbone(str(model_folder(config.model))).max_tokens
     return min(config.arch.max_length, limit, tokenizer.max_length)
 
@@ -90,7 +91,7 @@ def make_model(config: TextConfig, data: TextData) -> "Classifier":
 
 
 def model_metadata(config: TextConfig, data: TextData) -> dict[str, Any]:
-    """Return the metadata to rebuild the model; empty for the small encoder, whose sizes are options."""
+    """Return the metadata needed to rebuild the model; empty for the small encoder, whose sizes are options."""
     if not config.is_pretrained:
         return {IS_LINEAR: True} if config.is_linear else {}
     from whet.recipes.text.pretrained import pretrained_config
@@ -108,7 +109,7 @@ def load_model(config: TextConfig, metadata: dict[str, Any]) -> "Classifier":
     """Build the model of a run without its weights. Needs neither the hub nor the original folder."""
     if metadata.get(IS_LINEAR):
         vocabulary = NgramVocabulary.from_json(str(metadata.get("tokenizer")))
-        # The checkpoint has the strengths of the classes.
+        # The actual values are a buffer of the model and are loaded with the checkpoint.
         return NgramClassifier(vocabulary, strengths=[1.0] * len(metadata["classes"]))
     if MODEL_CONFIG not in metadata:
         return _small_encoder(config, num_classes=len(metadata["classes"]))
@@ -131,7 +132,7 @@ def _fine_tuning(config: TextConfig) -> "FineTuning":
 
 
 def _without_padding(model: "Pretrained", config: TextConfig, backbone: Backbone) -> "Bert | Pretrained":
-    """Convert to `Bert` if possible: the same weights under the same names, without padding."""
+    """Convert to `Bert`, which accepts packed batches, if it implements the architecture."""
     if not can_read_packed(config, backbone):
         return model
     from whet.recipes.text.bert import Bert

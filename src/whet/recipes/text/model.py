@@ -15,9 +15,9 @@ from whet.recipes.text.attention import TokenLayout, attend, mean_pool, token_la
 from whet.recipes.text.config import TextArch
 
 _INIT_STD = 0.02
-"""The standard deviation of the initial embeddings and of the initial outputs of the blocks.
+"""The standard deviation of the embeddings, and of the combined outputs of all blocks, at initialization.
 
-Both have the same size, so that the words determine the output from the first step on.
+They are of the same order, so that the words affect the output from the first step on.
 """
 
 
@@ -53,7 +53,7 @@ class Encoder(nn.Module):
         embedded = self.tokens(ids)
         if not (self.training and self.word_dropout):
             return embedded
-        # Draw one mask value per token, not per feature, so that the model does not rely on single words.
+        # Drop whole tokens instead of single features, so that the model does not rely on individual words.
         is_kept = torch.rand(ids.shape, device=ids.device) >= self.word_dropout
         return embedded * is_kept[..., None]
 
@@ -76,7 +76,7 @@ class _EncoderBlock(nn.Module):
             nn.init.normal_(layer.weight, std=1 / math.sqrt(width))
             nn.init.zeros_(layer.bias)
         for layer in (self.attention_out, self.feed_forward_out):
-            # The residual stream sums 2 * layers outputs.
+            # The residual stream adds up 2 * layers outputs, so divide their variance by that number.
             nn.init.normal_(layer.weight, std=_INIT_STD / math.sqrt(2 * arch.layers))
             nn.init.zeros_(layer.bias)
 

@@ -1,6 +1,6 @@
-"""The linear classifier: word and character n-grams, weighted by TF-IDF, and one weight for each class.
+"""The linear classifier of word and character n-grams, weighted by TF-IDF.
 
-A token is a distinct n-gram of a text and how often it occurs there: id * MAX_COUNT + count - 1.
+A token encodes a distinct n-gram of a text together with its count: id * MAX_COUNT + count - 1.
 
 Shapes: B texts, L n-grams of the longest text, F n-grams of the vocabulary, C classes.
 """
@@ -21,18 +21,18 @@ from whet.data.batch import Packed, Padded
 from whet.recipes.text.attention import token_layout
 
 MAX_NGRAMS = 2**18
-"""The limit of the vocabulary. The n-grams of the most texts are kept."""
+"""The maximum vocabulary size, half of it for words, half for characters. The n-grams in the most texts are kept."""
 MAX_COUNT = 32
-"""Higher counts of an n-gram in a text are equal. The weight grows with the logarithm of the count."""
+"""The maximum count of an n-gram in a text. Weights grow only with the logarithm of the count."""
 _MIN_TEXTS = 2
-"""Minimum number of training texts with an n-gram. With rarer ones, a linear model would memorize single texts."""
+"""The minimum number of training texts with an n-gram. With rarer ones, the model would memorize single texts."""
 _CHARACTERS = range(2, 6)
 """The lengths of character n-grams."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class NgramVocabulary:
-    """The n-grams of the training texts: words and pairs of words, and the pieces of words. Id 0 is padding."""
+    """The n-grams of the training texts: words, pairs of words and character n-grams. Id 0 is padding."""
 
     def __init__(self, words: Sequence[str], characters: Sequence[str], frequencies: Sequence[int], num_texts: int):
         self._words = {ngram: index for index, ngram in enumerate(words, start=1)}
@@ -89,7 +89,7 @@ class NgramVocabulary:
         return [0.0, *(1 + math.log((1 + self._num_texts) / (1 + count)) for count in self._frequencies)]
 
     def encode(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
-        """Return the distinct known n-grams of each text and their counts, words first. Without any: padding."""
+        """Encode the distinct known n-grams of each text, words first. A text without any becomes a padding token."""
         return [self._tokens(text)[:max_length] or [0] for text in texts]
 
     def encode_pairs(self, texts: Sequence[str], pairs: Sequence[str], *, max_length: int) -> list[list[int]]:
@@ -111,7 +111,7 @@ class NgramVocabulary:
 
 
 def word_ngrams(text: str) -> Counter[str]:
-    """Count the words, then the pairs of words.
+    """Count the words and the pairs of adjacent words in a text.
 
     >>> dict(word_ngrams("To be, to"))
     {'to': 2, 'be': 1, ',': 1, 'to be': 1, 'be ,': 1, ', to': 1}
@@ -121,7 +121,7 @@ def word_ngrams(text: str) -> Counter[str]:
 
 
 def character_ngrams(text: str) -> Counter[str]:
-    """Count the pieces of two to five characters inside of words, with a space before and after each word.
+    """Count the character n-grams of length two to five within words. Each word has a space before and after it.
 
     >>> dict(character_ngrams("to to"))
     {' t': 2, 'to': 2, 'o ': 2, ' to': 2, 'to ': 2, ' to ': 2}
@@ -136,22 +136,22 @@ def character_ngrams(text: str) -> Counter[str]:
 
 
 class NgramClassifier(nn.Module):
-    """Logits linear in the TF-IDF weights of a text's n-grams, normalized for words and for characters."""
+    """A linear classifier of TF-IDF weights. Weights of word and of character n-grams have unit norm separately."""
 
     averages_over_texts = True
-    """The loss of a batch is divided by its texts, not by their weights (evaluation.py)."""
+    """Divide the loss of a batch by the number of texts, not by the sum of their weights (evaluation.py)."""
     idf: Tensor
     scale: Tensor
 
     def __init__(self, vocabulary: NgramVocabulary, *, strengths: Sequence[float]) -> None:
-        """Initialize all weights to zero. `strengths` are the values of C of the classes (config.py)."""
+        """Initialize all weights to zero. `strengths` contains the C of each class (config.py)."""
         super().__init__()
         self.num_words = vocabulary.num_words
         self.weight = nn.Parameter(torch.zeros(vocabulary.vocab_size, len(strengths)))
         self.bias = nn.Parameter(torch.zeros(len(strengths)))
         self.register_buffer("idf", torch.tensor(vocabulary.weights()))
-        # Scaling logits by s multiplies the learning rate by s^2 and the decay by 1 / s^2. Their product is the same
-        # for all classes, so SGD converges equally fast for any C.
+        # Scaling the logits by s multiplies the effective learning rate by s^2 and the effective weight decay by
+        # 1 / s^2. Their product is the same for all classes, so SGD converges equally fast for any C.
         self.register_buffer("scale", torch.tensor(strengths).sqrt())
 
     def forward(self, tokens: Padded | Packed) -> Tensor:

@@ -19,12 +19,12 @@ BATCH_SIZE: Final = 64
 _MIN_WINDOW: Final = 1_024
 _WINDOW_BATCHES: Final = 16
 _MAX_CHARACTERS: Final = 32 * 1024**2
-"""The limit of characters that are sorted by length together, so that memory does not grow with the file."""
+"""The maximum number of characters in a window of queries sorted by length. Bounds the memory for large files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """A query with its result; the result is None if the query has an error."""
+    """A query and its result. The result is None if the query has an error."""
 
     query: TextQuery
     result: dict[str, Any] | None
@@ -65,7 +65,7 @@ class TextPredictor:
     def __call__(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the label, its probability and the probabilities of all classes for each text.
 
-        For a model of pairs, every two consecutive texts are a pair.
+        If the model was trained on pairs, every two consecutive texts form a pair.
         """
         if not self.has_pairs:
             queries = [TextQuery(row=str(row), text=text) for row, text in enumerate(texts, start=1)]
@@ -97,7 +97,7 @@ class TextPredictor:
                 yield Prediction(query=query, result=None if query.error is not None else self._result(next(rows)))
 
     def truth(self, query: TextQuery) -> int | list[float] | None:
-        """Return the class of a labeled query in the form that `Scores.add` accepts; None if it is unknown."""
+        """Return the class of a query in the form that `Scores.add` accepts; None if it is unlabeled or unknown."""
         if query.labels is None:
             return None
         names = self._known_classes(query.labels)
@@ -108,7 +108,7 @@ class TextPredictor:
         return self.classes.index(names[0])
 
     def _known_classes(self, labels: tuple[str, ...]) -> list[str] | None:
-        """Return the classes that labels name, or None. As in training, a separator may join several classes."""
+        """Return the classes in `labels`, or None if one is unknown. As in training, a separator may join classes."""
         if all(label in self.classes for label in labels):
             return list(labels)
         if not self.is_multi_label or len(labels) != 1:

@@ -36,7 +36,7 @@ _MAX_LISTED_ERRORS: Final = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextQuery:
-    """A text to predict, or the error of a row without a text."""
+    """A text to classify, or the error of a row that has no readable text."""
 
     row: str
     """The line on which the row begins, from 1. `12.3` is the third text of the row in line 12."""
@@ -63,7 +63,7 @@ class QueryReader:
         if path.is_dir():
             raise UsageError("whet predict reads one file", got=f"{path} is a folder", try_="one of the files in it")
         (source,) = find_sources(path)
-        # Open the file as a test split, because rows to predict need no label.
+        # Read the file as a test split, whose rows need no label.
         self._source = replace(source, split="test")
         self._is_plain = _is_plain_text(self._source, overrides, trained_on)
         self._has_pairs = has_pairs
@@ -101,7 +101,7 @@ class QueryReader:
         return resolved
 
     def _check_pairs(self, pair: str | None) -> None:
-        """Require the second text for a model of pairs. Reject it for other models, which would ignore it."""
+        """Require a second text if the model was trained on pairs. Otherwise reject it: it would be ignored."""
         if self._has_pairs and pair is None:
             raise _no_pairs_error(self._source.path, "no column for the second text")
         if self._has_pairs is False and pair is not None:
@@ -176,7 +176,7 @@ def _error_text(error: RowError) -> str:
 
 
 class FilePredictions:
-    """The predictions for a file as lines, and a summary once all lines have been read."""
+    """The predictions for a file as output lines. Notes and scores are complete once all lines have been read."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ def prediction_lines(
         if result is None:
             yield _csv_line([query.row, *texts, "", "", *[""] * len(classes), query.error or ""])
             continue
-        # Join multi-label results with the separator that the readers detect.
+        # Join multiple labels with a separator that the readers detect.
         label = "|".join(result["labels"]) if "labels" in result else result["label"]
         probabilities = (f"{result['probabilities'][name]:.7g}" for name in classes)
         yield _csv_line([query.row, *texts, label, f"{result['probability']:.7g}", *probabilities, ""])

@@ -1,8 +1,8 @@
 """Classifiers from transformers: loading, freezing, LoRA and saving.
 
-Shapes: B texts, L tokens of the longest text, C classes. Packed batches are not supported here: BERT-like classifiers
-of transformers pool the first token of each row, and their unpadded attention needs the package flash-attn.
-Architectures that `bert.py` implements are converted to a `Bert`.
+Shapes: B texts, L tokens of the longest text, C classes. Packed batches are not supported: BERT-like classifiers of
+transformers pool the first token of each row, and their unpadded attention requires the package flash-attn. The
+architectures that `bert.py` implements are converted to `Bert`, which supports packed batches.
 """
 
 import contextlib
@@ -41,11 +41,14 @@ _MACHINE_KEYS = ("_name_or_path", "attn_implementation", "auto_map", "dtype", "q
 """Config entries about the origin or execution of a model. They are neither saved with a run nor read from one."""
 
 _ACCEPT_4D_MASK = ("albert", "bert", "camembert", "distilbert", "electra", "ernie", "roberta", "xlm-roberta")
-"""Models that accept an attention mask of shape (B, 1, 1, L) unchanged. Given (B, L), transformers tests on the device
-whether all of it is true, and a step that synchronizes cannot be captured as a graph."""
+"""Models that use an attention mask of shape (B, 1, 1, L) unchanged.
+
+For a mask of shape (B, L), transformers checks whether all values are true. The check synchronizes with the device, and
+a step that synchronizes cannot be captured as a CUDA graph.
+"""
 
 _POOL_LAST_TOKEN = ("xlnet",)
-"""Models whose classifier reads the last cell of a row, so that they are padded on the left."""
+"""Models that pool the last position of a row, so that padding must be on the left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +57,14 @@ class FineTuning:
 
     dropout: float
     attention_dropout: float | None = None
-    """The dropout of attention; None to use `dropout`."""
+    """The dropout of attention weights; None to use `dropout`."""
     freeze: Freeze = "none"
     lora: int | None = None
     """The rank of the LoRA updates; None for no LoRA."""
 
 
 class Pretrained(nn.Module):
-    """A transformers classifier, `network`, with the interface of the small encoder."""
+    """A wrapper that gives a transformers classifier, `network`, the interface of the small encoder."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -69,7 +72,7 @@ class Pretrained(nn.Module):
         config = network.config
         self._pad = int(config.pad_token_id or 0)
         self.has_segments = int(getattr(config, "type_vocab_size", 0) or 0) > 1
-        # For a decoder, transformers combines the mask with a causal mask, which requires the plain 2D form.
+        # For a decoder, transformers combines the mask with a causal mask, which requires shape (B, L).
         is_decoder = bool(getattr(config, "is_decoder", False))
         uses_sdpa = getattr(config, "_attn_implementation", None) == "sdpa"
         self._takes_4d_mask = config.model_type in _ACCEPT_4D_MASK and uses_sdpa and not is_decoder
@@ -98,7 +101,7 @@ class Pretrained(nn.Module):
 
 
 def load_pretrained(folder: Path, *, classes: Sequence[str], is_multi_label: bool, tuning: FineTuning) -> Pretrained:
-    """Load a classifier with the weights of a model and a new head drawn from torch's generator."""
+    """Load a pretrained model with a new classification head, initialized from torch's default generator."""
     transformers = import_transformers()
     with quiet_transformers(), _load_errors(folder):
         config = _read_config(folder, classes=classes, is_multi_label=is_multi_label, tuning=tuning)
@@ -111,7 +114,7 @@ def load_pretrained(folder: Path, *, classes: Sequence[str], is_multi_label: boo
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            # If the model was a classifier before, its head has other classes and is not loaded.
+            # Do not load the head of a model that was already a classifier: it has other classes.
             ignore_mismatched_sizes=True,
         )
     _check_all_loaded(network, info, folder)
@@ -119,7 +122,7 @@ def load_pretrained(folder: Path, *, classes: Sequence[str], is_multi_label: boo
 
 
 def empty_pretrained(saved_config: Mapping[str, Any], *, tuning: FineTuning) -> Pretrained:
-    """Build the same classifier from the config saved with a run. The weights come from a checkpoint."""
+    """Build the classifier from the config saved with a run. Its weights must be loaded from a checkpoint."""
     transformers = import_transformers()
     entries = {name: value for name, value in saved_config.items() if name not in _MACHINE_KEYS}
     with quiet_transformers():
@@ -190,14 +193,17 @@ def _read_config(folder: Path, *, classes: Sequence[str], is_multi_label: bool, 
 
 
 def _default_pad_token(config: Any) -> int:
-    """Return a padding token for a model without one, such as GPT-2, which pools the last token before padding."""
+    """Return the end token, or 0, as padding for a model without it, such as GPT-2.
+
+    These models use the padding token to find the last token of a text, which they pool.
+    """
     ends = getattr(config, "eos_token_id", None)
     end = ends[0] if isinstance(ends, list) and ends else ends
     return end if isinstance(end, int) else 0
 
 
 def _attention(config: Any) -> str:
-    """Return torch's attention if the model supports it. A kernel named by the config is never used."""
+    """Return "sdpa" if the model supports it, else "eager". The implementation named in the config is ignored."""
     model_types = import_transformers().AutoModelForSequenceClassification._model_mapping
     model_type = model_types.get(type(config), None)
     return "sdpa" if getattr(model_type, "_supports_sdpa", False) else "eager"
@@ -217,7 +223,7 @@ def _load_errors(folder: Path) -> Iterator[None]:
 
 
 def _check_all_loaded(network: Any, info: Mapping[str, Any], folder: Path) -> None:
-    """Check that only the head has new weights: a randomly initialized encoder would silently train badly."""
+    """Check that only the head was newly initialized: with a random encoder, training would silently be worse."""
     prefix = f"{network.base_model_prefix}."
     mismatched = {str(name[0] if isinstance(name, tuple) else name) for name in info["mismatched_keys"]}
     missing = sorted(
@@ -265,7 +271,7 @@ def _encoder_layers(encoder: nn.Module) -> nn.ModuleList:
 
 
 def add_lora(network: Any, *, rank: int, dropout: float) -> Any:
-    """Add LoRA updates with peft. Of the original weights, only the head is trained."""
+    """Add LoRA updates with peft. All original weights except those of the head are frozen."""
     try:
         import peft
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The text recipe: classify texts. torch is imported lazily, so that a plan can be made without it."""
+"""The text classification recipe. It imports torch lazily, so that planning works without torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ _EMBEDDED_DATA = EmbeddedData(
 
 
 class TextRecipe(Recipe):
-    """Classifies texts; by default the docstrings of installed libraries by library."""
+    """Text classification. Without `data`, it classifies docstrings of installed libraries by library."""
 
     name = "text"
     Config = TextConfig
@@ -72,7 +72,7 @@ class TextRecipe(Recipe):
         loaded = load_corpus(config)
         corpus, metadata = loaded.corpus, None
         if config.init_from is not None:
-            # The weights depend on their tokenizer and on the order of the classes.
+            # The weights are valid only with their own tokenizer and order of classes.
             _check_not_imported(config.init_from)
             metadata = open_run(config.init_from).metadata
             _check_same_classes(corpus.classes, metadata.get("classes"), where=config.init_from)
@@ -99,7 +99,7 @@ class TextRecipe(Recipe):
         elif config.is_embedded:
             is_uneven = False
         else:
-            # A search asks before its trials load the data.
+            # A search calls this method before its trials load the data.
             from whet.recipes.text.corpus import rare_classes
             from whet.recipes.text.corpus_reader import load_corpus
 
@@ -196,7 +196,7 @@ class TextRecipe(Recipe):
 
 
 def _uneven_notes(config: TextConfig, rare: Sequence[str]) -> list[str]:
-    """Report what was chosen because some classes are rare, or advise it."""
+    """Return a note about defaults that were chosen, or options to try, because some classes are rare."""
     if not rare or "auto" not in (config.class_weights, config.goal):
         return []
     shown = ", ".join(rare[:3]) + (f" and {len(rare) - 3} more" if len(rare) > 3 else "")

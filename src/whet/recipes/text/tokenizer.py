@@ -19,7 +19,7 @@ from whet.recipes.text.backbone import import_transformers, quiet_transformers
 PAD_ID = 0
 _PAD = "<pad>"
 SEGMENT_OFFSET = 1 << 24
-"""The offset of token ids in the second segment, so that one column holds both. No vocabulary is that large."""
+"""Added to token ids of the second segment, so that one column holds ids and segments. No vocabulary is this large."""
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -103,7 +103,7 @@ class PretrainedTokenizer:
     @classmethod
     def load(cls, folder: Path) -> "PretrainedTokenizer":
         """Load the tokenizer from the folder of a model."""
-        # Without these files, transformers makes up a tokenizer that knows no word.
+        # Without these files, transformers silently creates a tokenizer with an empty vocabulary.
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise _missing_tokenizer_error(folder, "none of " + ", ".join(_TOKENIZER_FILES[:4]))
         engine = _load_transformers_tokenizer(folder)
@@ -114,7 +114,7 @@ class PretrainedTokenizer:
                 "the model's tokenizer has no tokenizer.json", got=str(folder), try_="a model with a fast tokenizer"
             )
         with tempfile.TemporaryDirectory() as scratch:
-            # Let transformers save the tokenizer, so that the files are complete for every tokenizer class.
+            # Let transformers save the tokenizer: the set of files depends on the tokenizer class.
             engine.save_pretrained(scratch)
             files = {
                 file.name: _without_source_path(file) for file in sorted(Path(scratch).iterdir()) if file.is_file()
@@ -148,7 +148,7 @@ class PretrainedTokenizer:
 
     @property
     def max_length(self) -> int:
-        """The maximum number of tokens that the model accepts; 10^6 if it declares no limit."""
+        """The maximum number of tokens declared by the tokenizer, at most 10^6."""
         return int(min(self._engine.model_max_length, 10**6))
 
     def encode(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
@@ -156,7 +156,7 @@ class PretrainedTokenizer:
         return [self._ids(text, None, max_length=max_length) for text in texts]
 
     def encode_pairs(self, texts: Sequence[str], pairs: Sequence[str], *, max_length: int) -> list[list[int]]:
-        """Encode each pair of texts in the format of the model. The longer text is truncated first."""
+        """Encode each pair of texts in the model's format. The longer text is truncated first."""
         return [self._ids(text, pair, max_length=max_length) for text, pair in zip(texts, pairs, strict=True)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -176,7 +176,7 @@ class PretrainedTokenizer:
 
 
 def write_files(files: dict[str, str], folder: Path) -> None:
-    """Write the files of a tokenizer. The names come from a run folder, so none may point outside of `folder`."""
+    """Write the files of a tokenizer. Names come from a run folder, so reject any that point outside of `folder`."""
     for name, content in files.items():
         if not name or not set(name) <= _FILE_NAME_CHARACTERS or name.startswith("."):
             raise WhetError("a saved tokenizer has an invalid file name", got=name[:100], try_="another run")
@@ -186,7 +186,7 @@ def write_files(files: dict[str, str], folder: Path) -> None:
 def _join_pair(first: list[int], second: list[int], *, separator: list[int], max_length: int) -> list[int]:
     """Join two encoded texts. If they do not fit, the longer one is truncated first."""
     max_ids = max(2, max_length - len(separator))
-    # The first text gets the space that the second leaves free, and at least half.
+    # The first text gets at least half of the space, and what the second text leaves free.
     kept_first = max(max_ids - len(second), max_ids // 2)
     kept_second = max_ids - min(len(first), kept_first)
     return [*first[:kept_first], *separator, *second[:kept_second]][:max_length]
@@ -215,7 +215,7 @@ def _missing_tokenizer_error(folder: Path, got: str) -> UsageError:
 
 
 def _without_source_path(file: Path) -> str:
-    """Return the content of a tokenizer file without its source folder, which a run must not depend on."""
+    """Return the content of a tokenizer file without the path it was loaded from, which must not affect a run."""
     text = file.read_text(encoding="utf-8")
     if file.name != "tokenizer_config.json":
         return text

@@ -1,1 +1,1 @@
-"""The report of `whet data text`: detect defects in labeled texts, and write a cleaned copy. No torch."""
+"""`whet data text`: report defects in labeled texts and write a cleaned copy. No torch."""

@@ -1,6 +1,6 @@
-"""Run `whet data text`: inspect a dataset, and write a cleaned copy with a list of every change.
+"""Run `whet data text`: inspect a dataset, and write a cleaned copy with a list of all changes.
 
-The rows are read a second time and written unchanged or fixed. Existing files are never replaced.
+To write the copy, the rows are read a second time and are copied, fixed or removed. Existing files are never replaced.
 """
 
 import itertools
@@ -25,7 +25,7 @@ _KIND_OF_CODE = {code: kind for kind, code in KIND_CODES.items()}
 _MAX_SHOWN = 2_000
 _LINE_FORMATS = ("JSON lines", "CSV", "TSV")
 _UNREADABLE = frozenset({"not-utf8", "not-a-row", "truncated", "columns", "long"})
-"""Kinds of defects whose rows cannot be copied."""
+"""Kinds of defects whose rows cannot be parsed and therefore cannot be copied."""
 
 
 def report_on_data(config: TextConfig, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> DataInspection:
@@ -52,7 +52,7 @@ def write_clean_copy(inspector: DatasetInspector, out: Path, *, leave: frozenset
 
 
 def _check_output(out: Path, sources: Iterable[TextSource]) -> None:
-    """Check, before anything is read, that the copy replaces nothing and is not inside of the original."""
+    """Check, before reading any rows, that the copy replaces nothing and is not inside of the original folder."""
     sources = tuple(sources)
     for path in (out, *([_change_list_path(out)] if len(sources) == 1 else [])):
         if path.exists() or path.is_symlink():
@@ -86,7 +86,7 @@ class _CleanCopyWriter:
         self._sources = inspector.index.sources
         self._num_kept = self._num_changed = 0
         codes = bytearray(0 if _KIND_OF_CODE.get(code) in leave else code for code in inspector.removal_codes)
-        # For each row, the row that a removed duplicate repeats; -1 for none.
+        # For each removed duplicate, the row that it repeats; -1 for all other rows.
         self._others = array("q", [-1]) * len(codes)
         for duplicate in self._index.hashes.removable():
             if not codes[duplicate.row] and duplicate.kind not in leave:
@@ -123,7 +123,10 @@ class _CleanCopyWriter:
         return [self._out / name for name in names]
 
     def _change_list(self, changes: IO[bytes]) -> Iterator[bytes]:
-        """Yield the list of changes. It is written last, so that a changed input file aborts the whole copy."""
+        """Yield the list of changes, or raise an error if an input file has changed.
+
+        The list is written last, so that this error discards the whole copy.
+        """
         for source, state in zip(self._sources, self._inspector.file_states, strict=True):
             if file_state(source.path) != state:
                 raise WhetError(
@@ -154,7 +157,7 @@ class _CleanCopyWriter:
     def _fix_row(
         self, samples: list[TextSample], reader: SampleReader, *, first_row: int, changes: IO[bytes]
     ) -> dict[str, Any] | None:
-        """Return the fixed cells of a row, the same object if nothing changed, or None if the row is removed."""
+        """Return the cells of a row after fixing; the same object if nothing changed, None if the row is removed."""
         cells, kept = samples[0].row.cells, []
         for position, sample in enumerate(samples):
             row = first_row + position
@@ -163,7 +166,7 @@ class _CleanCopyWriter:
             why = [_KIND_OF_CODE[code]] if code else []
             if not why:
                 fixed, why = self._fix_sample(cells, sample, reader)
-                # Also remove a text that is empty after fixing, for example one with only HTML.
+                # Also remove a text that is empty after fixing, for example one that consists of HTML tags.
                 if not why or not emptiness(_sample_text(fixed, sample, reader)):
                     cells = fixed
                     kept.append(position)
@@ -180,7 +183,7 @@ class _CleanCopyWriter:
     def _fix_sample(
         self, cells: dict[str, Any], sample: TextSample, reader: SampleReader
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the cells with the text and label of this sample fixed, and the kinds of defects."""
+        """Fix the text and label of a sample. Return the cells of the row and the kinds of defects that were fixed."""
         columns = reader.columns
         assert columns is not None
         why: set[str] = set()
@@ -229,7 +232,7 @@ def _format_row(row: TextRow, cells: dict[str, Any], *, source: TextSource, name
 
 
 def _cell_of_sample(cell: Any, sample: TextSample) -> Any:
-    """Return the entry of a sample. If a row holds several samples, a cell is a list with one entry for each."""
+    """Return the value of a cell for a sample. A row of several samples has cells with one entry for each."""
     return cell[sample.number - 1] if sample.number and isinstance(cell, list) else cell
 
 
@@ -247,7 +250,7 @@ def _with_cell(cells: dict[str, Any], name: str, value: str, sample: TextSample)
 
 
 def _select_samples(cells: dict[str, Any], num_samples: int, kept: list[int]) -> dict[str, Any]:
-    """Keep some samples of a row. Every list of length `num_samples` has one entry per sample."""
+    """Keep only some samples of a row. Lists of length `num_samples` have one entry per sample."""
     return {
         name: [value[position] for position in kept] if isinstance(value, list) and len(value) == num_samples else value
         for name, value in cells.items()
@@ -260,7 +263,7 @@ def _shown_row(sample: TextSample) -> str:
 
 
 def _file_names(sources: tuple[TextSource, ...]) -> list[str]:
-    """Return the names of the copies: unchanged for line formats, otherwise JSON Lines named after the split."""
+    """Return the names of the copied files: unchanged for line formats, else SPLIT.jsonl."""
     names = []
     for source in sources:
         if source.format in _LINE_FORMATS:

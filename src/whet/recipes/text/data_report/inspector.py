@@ -1,4 +1,4 @@
-"""Inspect a dataset: check every row once, then compare all rows."""
+"""Inspect a dataset: check each row as it is read, then compare all rows."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -61,20 +61,20 @@ _SPLIT_NUMBERS = {"train": TRAIN, "val": VAL, "test": TEST, "all": TRAIN}
 _LIST_SEPARATOR = "\x1f"
 """Joins the labels of a list, so that the list is stored as one cell."""
 _MAX_TAGGED_LABELS = 2_000
-"""The limit of labels for searching texts for their label, because each label needs a separate pattern."""
+"""The maximum number of labels for searching texts for their own label: each label needs a compiled pattern."""
 _MAIN_SCRIPT_SHARE = 0.95
-"""Share of texts in the most frequent script below which a dataset counts as multilingual."""
+"""A dataset is multilingual if the share of its most frequent script is below this value."""
 _UNLABELED = "unlabeled"
-"""A row of a test file without a label column. It is not a defect, and there is nothing to compare."""
+"""The kind of a row in a test file without a label column. It is not a defect, and its label is not checked."""
 
 
 class LabelDecisions(NamedTuple):
-    """The decisions of `--fix` about labels."""
+    """What `--fix` does with defective labels."""
 
     corrections: dict[str, str]
     """Maps misspelled labels to the correct ones."""
     removed: dict[str, str]
-    """Labels whose rows are removed, with the kind of defect."""
+    """Maps labels whose rows are removed to the kind of defect."""
 
 
 class DatasetInspector:
@@ -86,11 +86,11 @@ class DatasetInspector:
         """The state of each file before it was read, so that a clean copy can detect a change."""
         self.overrides = overrides or ColumnOverrides()
         self.removal_codes = bytearray()
-        """For each row, the code of the defect for which `--fix` removes it; 0 for none and for duplicates."""
+        """For each row, the code of the defect for which `--fix` removes it, or 0. Duplicates are not included."""
         self.corrections: dict[str, str] = {}
         """Maps misspelled labels to the correct ones."""
         self.mixed_endings: dict[int, int] = {}
-        """Files with mixed line endings, and for each the first row with the second kind of ending."""
+        """Maps the indices of files with mixed line endings to the first row with the second kind of ending."""
         self._findings = FindingCollector()
         self._separator = validate_separator(separator)
         self._columns: list[ColumnNames] = []
@@ -145,7 +145,7 @@ class DatasetInspector:
         defects = text_defects(text if sample.pair is None else f"{text} {sample.pair}")
         for defect in defects:
             self._add(defect, row, shows=snippet(text))
-        # Fix the text before comparing it: broken characters would hide duplicates.
+        # Fix the text before comparing it, because broken characters would hide duplicates.
         normalized = normalize_text(*fix_pair(text, sample.pair)) if defects else normalize_text(text, sample.pair)
         exact = text if sample.pair is None else f"{text}\0{sample.pair}"
         index.hashes.add(exact, normalized, label=label, split=split)
@@ -157,7 +157,7 @@ class DatasetInspector:
             self._check_group(sample.group, split=split, row=row)
 
     def _check_line(self, sample: TextSample, *, row: int, source: int) -> None:
-        # Check each line once, for its first sample.
+        # Check the line of several samples only once.
         if sample.number > 1:
             return
         if sample.row.has_bom:
@@ -177,7 +177,7 @@ class DatasetInspector:
             self._mentions.add_text(normalized, sample.labels, row=row)
 
     def _check_group(self, group: str, *, split: int, row: int) -> None:
-        # Store a bit mask of splits per group: two integers, regardless of the length of the name.
+        # Store a hash and a bit mask of splits per group, so that memory does not grow with the length of group names.
         key, bit = hash(group), 1 << split
         before = self._splits_of_group.setdefault(key, bit)
         if not before & bit:
@@ -238,7 +238,7 @@ class DatasetInspector:
 
     @property
     def is_multi_label(self) -> bool:
-        """Whether cells contain several labels, or none."""
+        """Whether some cells contain several labels, or none."""
         return self._separator is not None and any(len(self._label_names(cell)) != 1 for cell in self.index.labels)
 
     def _report(self, counts: LabelCounts) -> DataReport:
@@ -263,7 +263,7 @@ class DatasetInspector:
 
 
 def _unusable_kind(sample: TextSample, columns: ColumnNames | None) -> str | None:
-    """Return the kind of a row that cannot be used for training, or None."""
+    """Return the kind of defect that makes a row unusable for training, or None."""
     if sample.row.error is not None:
         return sample.row.error.kind
     if sample.row.num_bytes >= ONE_MB or len(sample.text) >= ONE_MB:
@@ -288,7 +288,11 @@ def check_labels(
     index: RowIndex,
     findings: FindingCollector,
 ) -> LabelDecisions:
-    """Report headers, typos, labels that occur once, and labels of one split. `first_rows` has a row of each label."""
+    """Report labels that are headers, are misspelled, occur only once or occur in only one of several splits.
+
+    Args:
+        first_rows: The first row of each label, used as an example.
+    """
     totals = label_totals(counts)
 
     def add(kind: str, name: str, shows: str, *, count: int = 1) -> None:
@@ -317,7 +321,7 @@ def check_labels(
 
 
 def check_scripts(index: RowIndex, findings: FindingCollector) -> None:
-    """Report texts in another script, if nearly all texts are in one script."""
+    """Report texts in a different script if nearly all texts are in the same script."""
     counts = Counter(filter(None, index.scripts))
     main, rows = counts.most_common(1)[0] if counts else ("", 0)
     if rows < _MAIN_SCRIPT_SHARE * counts.total():
@@ -328,13 +332,13 @@ def check_scripts(index: RowIndex, findings: FindingCollector) -> None:
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Return the size and modification time, which change when the file changes."""
+    """Return the size and modification time of a file, to detect changes."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def quick_findings(corpus: Corpus) -> tuple[DataFinding, ...]:
-    """Return the serious defects of a corpus in memory, without locations. Run before each training run."""
+    """Return the serious defects of a corpus in memory, without examples. Called before training."""
     findings, hashes = FindingCollector(), TextHashes()
     counts: Counter[str] = Counter()
     names = [name.casefold() for name in corpus.classes]
@@ -342,7 +346,7 @@ def quick_findings(corpus: Corpus) -> tuple[DataFinding, ...]:
         for row, labels in enumerate(_label_sets(part)):
             pair = part.pairs[row] if part.pairs else None
             normalized = normalize_text(*fix_pair(part.texts[row], pair))
-            # Only equality of label sets matters. The mask keeps the hash non-negative and within int32.
+            # Label sets are only compared for equality. The mask makes the hash a non-negative int32.
             hashes.add(f"{part.texts[row]}\0{pair}", normalized, label=hash(labels) & 0x7FFFFFFF, split=split)
             counts.update(corpus.classes[label] for label in labels)
             if any(states_label(normalized, names[label]) for label in labels):

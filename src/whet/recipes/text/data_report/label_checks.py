@@ -1,4 +1,4 @@
-"""Checks of labels: headers, typos, and labels that appear in the texts."""
+"""Checks for labels that are headers or typos, and for labels that appear in the texts."""
 
 import re
 from collections import Counter
@@ -7,13 +7,13 @@ from functools import lru_cache
 
 from whet.recipes.text.readers.samples import LABEL_NAMES, TEXT_NAMES
 
-# A label is rare if it has at most this many rows, or this fraction of the rows of the similar label.
+# A label is rare if it has at most _RARE_ROWS rows, or this fraction of the rows of the similar label.
 _RARE_SHARE = 0.01
 _RARE_ROWS = 3
 _HEADER_SHARE = 0.001
 _MAX_HEADER_LENGTH = 100
 _MAX_COMPARED_LABELS = 3_000
-"""Detecting typos compares all pairs. With more labels than this, only normalized spellings are compared."""
+"""The maximum number of labels for detecting typos, which compares all pairs of labels."""
 _PUNCTUATION = re.compile(r"[\s_\-./]+")
 
 _TAG_KEYS = "label|class|category|intent|sentiment|topic|tag|target|answer|gold"
@@ -21,14 +21,14 @@ _WORDS = re.compile(r"\w+")
 _MAX_TEXT_LENGTH = 5_000
 _MAX_MENTIONED_LABELS = 2_000
 _MIN_OTHER_TEXTS = 200
-"""The number of other texts without the name that is required before its presence is significant."""
+"""The minimum number of texts with other labels. With fewer, a name that none of them contains may be chance."""
 
 
 # --- label cells ------------------------------------------------------------------------------------------------------
 
 
 def is_header(text: str, label: str, *, columns: Sequence[str]) -> bool:
-    """Return whether a row contains the names of its columns, or usual column names.
+    """Return whether text and label of a row are the names of its columns, or common column names.
 
     >>> is_header("text", "label", columns=("text", "label")), is_header("Sentence", "Category", columns=("a", "b"))
     (True, True)
@@ -41,7 +41,7 @@ def is_header(text: str, label: str, *, columns: Sequence[str]) -> bool:
 
 
 def header_labels(counts: Mapping[str, int], *, label_column: str | None) -> list[str]:
-    """Return rare labels that are column names. They are probably headers of concatenated files."""
+    """Return rare labels that are column names, probably from the headers of concatenated files."""
     total = sum(counts.values())
     names = {*LABEL_NAMES, (label_column or "label").casefold()}
     return [label for label, count in counts.items() if label.casefold() in names and count <= _HEADER_SHARE * total]
@@ -50,7 +50,8 @@ def header_labels(counts: Mapping[str, int], *, label_column: str | None) -> lis
 def misspelled(counts: Mapping[str, int]) -> dict[str, str]:
     """Map labels that are probably misspelled to the correct label.
 
-    A misspelled label differs from a more frequent one only in case and punctuation, or is rare and one typo away.
+    A label is misspelled if it differs from a more frequent label only in case and punctuation, or if it is rare and
+    differs only by a typo.
 
     >>> misspelled({"positive": 500, "postive": 2, "Negative": 5, "negative": 480, "type 1": 400, "type 2": 1})
     {'Negative': 'negative', 'postive': 'positive'}
@@ -70,7 +71,7 @@ def misspelled(counts: Mapping[str, int]) -> dict[str, str]:
 
 
 def single_split_labels(counts: Mapping[tuple[str, str], int]) -> dict[str, str]:
-    """Return labels that occur more than once but only in one of several splits, with that split."""
+    """Map labels that occur more than once, but only in one of several splits, to that split."""
     if len({split for _, split in counts}) < 2:
         return {}
     splits: dict[str, set[str]] = {}
@@ -88,7 +89,7 @@ def _normalized(label: str) -> str:
 def _typo_of(label: str, by_frequency: Sequence[str], *, counts: Mapping[str, int]) -> str | None:
     """Return the frequent label that a rare label is probably a typo of, or None."""
     for other in by_frequency:
-        # Candidates are sorted by frequency: once one is too rare, all later ones are too.
+        # Labels are sorted by frequency: if this one is too rare, so are all later ones.
         if counts[label] > max(_RARE_ROWS, _RARE_SHARE * counts[other]) or counts[other] < 10 * counts[label]:
             return None
         if other != label and _is_typo(label.casefold(), other.casefold()):
@@ -97,7 +98,7 @@ def _typo_of(label: str, by_frequency: Sequence[str], *, counts: Mapping[str, in
 
 
 def _is_typo(one: str, other: str) -> bool:
-    """Return whether two names are a typo apart: one edit from four letters on, two edits from eight."""
+    """Return whether two names differ by a typo: one edit for names of four letters or more, two edits from eight."""
     shorter = min(len(one), len(other))
     max_edits = 2 if shorter >= 8 else 1 if shorter >= 4 else 0
     if abs(len(one) - len(other)) > max_edits or [c for c in one if c.isdigit()] != [c for c in other if c.isdigit()]:
@@ -109,7 +110,10 @@ def _is_typo(one: str, other: str) -> bool:
 
 
 def _edit_distance(one: str, other: str, *, limit: int) -> int:
-    """Return the optimal string alignment distance (insert, delete, replace, swap neighbors). Stop beyond `limit`."""
+    """Return the optimal string alignment distance: insertions, deletions, substitutions and adjacent transpositions.
+
+    Return `limit` + 1 as soon as the distance exceeds `limit`.
+    """
     before: list[int] = []
     line = list(range(len(other) + 1))
     for row, char in enumerate(one, start=1):
@@ -131,7 +135,7 @@ def _edit_distance(one: str, other: str, *, limit: int) -> int:
 def _tag_pattern(label: str) -> re.Pattern[str]:
     name = re.escape(label)
     patterns = [rf"__label__{name}(?!\w)", rf"\b(?:{_TAG_KEYS})\s*[:=]\s*[\"'\[(]?{name}(?!\w)"]
-    # Short labels and numbers occur in brackets for other reasons, such as citations.
+    # Do not search for short labels and numbers in brackets, which may be citations.
     if len(label) >= 3 and any(map(str.isalpha, label)):
         opening, closing = r"[\[(<{#]", r"[\])>}]"
         patterns += [
@@ -145,7 +149,7 @@ def _tag_pattern(label: str) -> re.Pattern[str]:
 
 
 def states_label(text: str, label: str) -> bool:
-    """Return whether a normalized text contains its normalized label as a tag.
+    """Return whether a normalized text states its normalized label as a tag, for example as "[label]" or "label: ".
 
     >>> states_label("we won the match (sport)", "sport"), states_label("sport: we won", "sport")
     (True, True)
@@ -156,7 +160,7 @@ def states_label(text: str, label: str) -> bool:
 
 
 class LabelMentions:
-    """Counts the labels that are mentioned by name in texts of the same label, and in other texts."""
+    """Counts how often texts contain the name of their own label, and of other labels."""
 
     def __init__(self) -> None:
         self._label_of_word: dict[str, str] = {}
@@ -165,14 +169,14 @@ class LabelMentions:
         self._first_rows: dict[str, list[int]] = {}
 
     def add_label(self, label: str) -> None:
-        """Search texts for this label, if it is a single word."""
+        """Register a label to search for. Only labels that are a single word are supported."""
         word = label.casefold()
         is_word = len(word) >= 3 and not word.isdigit() and _WORDS.fullmatch(word)
         if is_word and len(self._label_of_word) < _MAX_MENTIONED_LABELS:
             self._label_of_word[word] = label
 
     def add_text(self, text: str, labels: tuple[str, ...], *, row: int) -> None:
-        """Count the labels that a normalized text mentions."""
+        """Count the labels whose names occur in a normalized text."""
         for word in self._label_of_word.keys() & set(_WORDS.findall(text[:_MAX_TEXT_LENGTH])):
             label = self._label_of_word[word]
             if label in labels:
@@ -184,7 +188,7 @@ class LabelMentions:
                 self._others[label] += 1
 
     def only_own(self, counts: Counter[str]) -> dict[str, list[int]]:
-        """Return the labels that are mentioned only in texts of the same label, with the first of these rows."""
+        """Map labels whose names occur only in texts with the same label to the first of these rows."""
         total = sum(counts.values())
         return {
             label: rows

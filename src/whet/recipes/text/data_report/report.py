@@ -1,4 +1,4 @@
-"""The data report: kinds of defects, findings, and their text form."""
+"""The data report: kinds of defects, findings, and their formatting for the terminal."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ FixAction = Literal["removed", "changed", "left"]
 
 class DefectKind(NamedTuple):
     description: str
-    """The description of what is counted."""
+    """The description of the rows, texts or labels that are counted."""
     action: FixAction
     """The action of `--fix`: remove the row, change it, or leave it."""
     is_serious: bool = False
@@ -65,7 +65,7 @@ DEFECT_KINDS: dict[str, DefectKind] = {
 
 
 class FindingExample(FrozenModel):
-    """A row that shows a finding."""
+    """An example of a finding."""
 
     where: str
     """The location as FILE:LINE."""
@@ -85,7 +85,7 @@ class DataFinding(FrozenModel):
     is_serious: bool
     examples: tuple[FindingExample, ...]
     breakdown: dict[str, int] = Field(default_factory=dict)
-    """Leaks by pair of splits; contradicting labels by texts and by rows."""
+    """Leaks by pair of splits; contradictory labels by texts and by rows."""
 
     @property
     def breakdown_text(self) -> str:
@@ -155,7 +155,7 @@ class FindingCollector:
             self._examples[kind].append(example)
 
     def findings(self, breakdown: Mapping[str, Mapping[str, int]] | None = None) -> tuple[DataFinding, ...]:
-        """Return the counted defects, in the order of `DEFECT_KINDS`, with the breakdown of some kinds."""
+        """Return the kinds of defects that were counted, in the order of `DEFECT_KINDS`."""
         parts = breakdown or {}
         return tuple(
             DataFinding(
@@ -193,7 +193,7 @@ def clean_copy_lines(result: CleanCopyResult) -> list[str]:
 
 
 def serious_lines(findings: Sequence[DataFinding], *, where: str, max_lines: int = 3) -> list[str]:
-    """Format the serious findings as a few warnings, shown before training."""
+    """Format the serious findings as at most `max_lines` warnings, which are shown before training."""
     serious = [finding for finding in findings if finding.is_serious]
     if not serious:
         return []

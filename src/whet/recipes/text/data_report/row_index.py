@@ -1,7 +1,7 @@
-"""Compact arrays about every row, and duplicate detection by hash.
+"""Compact arrays with facts about all rows, and duplicate detection by hash.
 
-About 50 bytes per row, whatever its length, so that a million rows fit easily into memory. Texts are compared by 64-bit
-hashes: the probability that any two of a million different texts share one is 3 in 10^8.
+A row takes about 50 bytes, regardless of its length, so millions of rows fit into memory. Texts are compared by 64-bit
+hashes. The probability of any collision among a million different texts is 3 in 10^8.
 """
 
 from array import array
@@ -19,7 +19,7 @@ from whet.recipes.text.readers.sources import file_names
 
 MAX_LABELS = 65_536
 TRAIN, VAL, TEST = 0, 1, 2
-"""A text in two splits is kept in the higher one: held-out rows are scarcer than training rows."""
+"""Split numbers. A text in several splits is kept in the highest: held-out rows are scarcer than training rows."""
 _SPLIT_NAMES = ("train", "val", "test")
 
 
@@ -32,7 +32,7 @@ class Duplicate(NamedTuple):
 
 
 class TextHashes:
-    """Hashes, labels and splits of all rows."""
+    """The hashes, labels and splits of all rows, to find duplicates."""
 
     def __init__(self) -> None:
         self.exact = array("q")
@@ -48,16 +48,16 @@ class TextHashes:
         self.split.append(split)
 
     def skip(self, *, split: int) -> None:
-        """Add a row that has no text and is not compared."""
+        """Add a row without a usable text. It is not compared with other rows."""
         self.add("", "", label=-1, split=split)
 
     def duplicates(self) -> Iterator[Duplicate]:
-        """Yield every row that repeats another row."""
+        """Yield the rows that repeat another row. A row may be yielded several times, with different kinds."""
         for rows in self._equal_rows():
             yield from self._in_group(rows)
 
     def breakdown(self) -> dict[str, Counter[str]]:
-        """Return the leaks of each pair of splits, and how many texts and rows have contradicting labels."""
+        """Count leaks by pair of splits, and texts and rows with contradictory labels."""
         result: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for rows in self._equal_rows():
             texts: defaultdict[int, set[int]] = defaultdict(set)
@@ -72,7 +72,10 @@ class TextHashes:
         return dict(result)
 
     def removable(self) -> Iterator[Duplicate]:
-        """Yield the rows to remove, so that each text occurs once, in one split and with one label."""
+        """Yield the rows to remove, so that each text occurs once at most.
+
+        If the rows of a text in one split have different labels, all of them are removed.
+        """
         for rows in self._equal_rows():
             highest = max(self.split[row] for row in rows)
             by_split: defaultdict[int, list[int]] = defaultdict(list)
@@ -99,7 +102,7 @@ class TextHashes:
         labels = np.frombuffer(self.label, dtype=np.int32) if self.label else np.empty(0, dtype=np.int32)
         rows = np.flatnonzero(labels >= 0)
         hashes = np.frombuffer(self.normalized, dtype=np.int64)[rows] if len(rows) else np.empty(0, dtype=np.int64)
-        # Use a stable sort, so that rows with equal texts stay in file order.
+        # A stable sort keeps rows with equal texts in file order.
         order = np.argsort(hashes, kind="stable")
         hashes, rows = hashes[order], rows[order]
         bounds = np.flatnonzero(np.concatenate(([True], hashes[1:] != hashes[:-1], [True])))
@@ -111,7 +114,7 @@ class TextHashes:
         yield from sorted(groups)
 
     def _in_group(self, rows: list[int]) -> Iterator[Duplicate]:
-        """Classify the rows of one normalized text, split by split."""
+        """Classify the rows with the same normalized text."""
         first_with: dict[tuple[int, ...], int] = {}
         in_lower_splits: dict[int, int] = {}
         by_label: dict[int, int] = {}
@@ -132,7 +135,7 @@ class TextHashes:
                 first_with.setdefault((split, label), row)
                 in_this_split.setdefault(exact, row)
                 by_label.setdefault(label, row)
-            # Splits are visited in ascending order, so these are all lower splits.
+            # Splits are visited in ascending order, so these rows are in lower splits than those of later iterations.
             in_lower_splits = {**in_this_split, **in_lower_splits}
         if len(by_label) > 1:
             for row in rows:
@@ -141,19 +144,19 @@ class TextHashes:
 
 
 class RowIndex:
-    """The location of each row, by its number in reading order, and a few facts about it."""
+    """The location of each row, and facts about its text. Rows are numbered in reading order."""
 
     def __init__(self, sources: tuple[TextSource, ...]) -> None:
         self.sources = sources
         self.hashes = TextHashes()
         self.labels: list[str] = []
-        """The distinct label cells, unchanged."""
+        """The distinct label cells, as written in the file."""
         self._label_numbers: dict[str, int] = {}
         self._source = array("H")
         self._line = array("Q")
         self._number = array("I")
         self.scripts: list[str] = []
-        """The script of each text; empty for none."""
+        """The script of each text; empty for a text without letters."""
         self.characters = array("I")
         self.words = array("I")
         self._files: dict[int, list[str]] = {}
@@ -171,7 +174,7 @@ class RowIndex:
         return self._source.count(source)
 
     def label_number(self, cell: str) -> int:
-        """Return the index of a label. A label not seen before gets the next index."""
+        """Return the index of a label cell. A new label cell gets the next index."""
         number = self._label_numbers.setdefault(cell, len(self.labels))
         if number == len(self.labels):
             if number >= MAX_LABELS:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 ONE_MB = 1_000_000
 
-# White space, and characters without a glyph such as zero-width spaces and soft hyphens.
+# Whitespace, and invisible characters such as zero-width spaces and soft hyphens.
 _INVISIBLE = " \t\r\n\f\v\u00a0\u00ad\u200b\u200c\u200d\u2060\ufeff\u3000\x00"
 _WORD = re.compile(r"\w")
 _NUL, _BOM, _REPLACEMENT = "\x00", "\ufeff", "\ufffd"
@@ -26,7 +26,7 @@ _ENTITY = re.compile(
 
 
 def emptiness(text: str) -> str | None:
-    """Return the kind of defect of a text without content, or None.
+    """Return the kind of defect if a text has no content, else None.
 
     >>> [emptiness(text) for text in ("", " \\u200b\\n", "?! ...", "no", "\\N{THUMBS UP SIGN}")]
     ['empty', 'spaces', 'punctuation', None, None]
@@ -41,6 +41,7 @@ def emptiness(text: str) -> str | None:
 
 
 def text_defects(text: str) -> list[str]:
+    """Return the kinds of defects in a text that has content."""
     kinds = []
     if not text.isprintable():
         if _NUL in text:
@@ -74,14 +75,14 @@ def fix_text(text: str, kinds: set[str]) -> str:
     if "mojibake" in kinds:
         text = fix_mojibake(text)
     if "html" in kinds:
-        # Repeat, because "&amp;lt;br&amp;gt;" is a tag that was escaped twice.
+        # Repeat for tags that were escaped several times, such as "&amp;lt;br&amp;gt;".
         while _TAG.search(text) or _ENTITY.search(text):
             text = _ENTITY.sub(lambda match: html.unescape(match[0]), _TAG.sub(" ", text))
     return text
 
 
 def fix_pair(text: str, pair: str | None) -> tuple[str, str | None]:
-    """Fix a text and its second text for duplicate detection, because broken characters would hide duplicates."""
+    """Fix all defects of a text and its second text, so that broken characters do not hide duplicates."""
     return _fix_all(text), None if pair is None else _fix_all(pair)
 
 
@@ -103,20 +104,20 @@ def snippet(text: str, *, max_length: int = 60) -> str:
 
 # --- mojibake: UTF-8 decoded in another encoding ----------------------------------------------------------------------
 
-# Only sequences that hardly occur otherwise are matched: a character that starts a UTF-8 sequence, followed by
-# characters that continue it. Windows-1252 (with Latin-1 for its gaps) and Mac Roman are recognized.
+# Match only sequences that rarely occur in correct texts: a character whose byte starts a UTF-8 sequence, followed by
+# characters whose bytes continue it. Windows-1252 (with Latin-1 for undefined bytes) and Mac Roman are recognized.
 
 _WINDOWS = {chr(code): code for code in range(256)}
 _WINDOWS |= {char: byte for byte in range(0x80, 0xA0) if (char := bytes([byte]).decode("cp1252", "ignore"))}
 _MAC = {bytes([byte]).decode("mac_roman"): byte for byte in range(256)}
 _QUOTES = "\u2018\u2019\u201c\u201d\u2026\u2013\u2014\u2022"
-"""Quotes, dashes and dots, which also follow such letters in correct texts."""
+"""Quotation marks, dashes, ellipses and bullets, which may follow these letters in correct texts."""
 _MATH = "\u03c0\u03a9\u221e\u2211\u220f\u222b\u00b1\u2264\u2265\u00b5\u2260\u2202"
-"""Symbols that may follow a root or a negation sign."""
+"""Symbols that may follow a root or negation sign in correct texts."""
 
 
 def _between(table: Mapping[str, int], low: int, high: int, *, without: str = "") -> str:
-    """Return a character class of the characters that these bytes decode to."""
+    """Return a regular expression for the characters that the bytes from `low` to `high` decode to."""
     return f"[{re.escape(''.join(c for c, byte in table.items() if low <= byte <= high and c not in without))}]"
 
 
@@ -155,13 +156,16 @@ def fix_mojibake(text: str) -> str:
     >>> fix_mojibake("caf\\u00c3\\u00a9"), fix_mojibake("it\\u201a\\u00c4\\u00f4s")
     ('caf\\xe9', 'it\\u2019s')
     """
-    # Mac Roman first: its three-character sequences contain two characters that match the Windows pattern.
+    # Try Mac Roman first: its three-character sequences contain pairs that match the Windows pattern.
     from_mac = _repeat_until_stable(text, _FROM_MAC, _MAC)
     return from_mac if from_mac != text else _repeat_until_stable(text, _FROM_WINDOWS, _WINDOWS)
 
 
 def _repeat_until_stable(text: str, pattern: re.Pattern[str], table: Mapping[str, int]) -> str:
-    """Replace matches until none is left: some texts were decoded wrongly twice. Each pass shortens the text."""
+    """Replace matches until the text does not change: some texts were decoded incorrectly more than once.
+
+    The loop terminates because each replacement shortens the text.
+    """
     while (fixed := pattern.sub(lambda match: _decode(match[0], table), text)) != text:
         text = fixed
     return text
@@ -176,16 +180,16 @@ def _decode(text: str, table: Mapping[str, int]) -> str:
 
 # --- scripts: enough to detect Cyrillic among Latin texts, not to identify languages ----------------------------------
 
-# The beginning of a text is enough to determine its script.
+# Only the beginning of a text is examined.
 _SAMPLED_CHARACTERS = 400
 _NOT_LATIN = re.compile("[^\0-\u036f\u1e00-\u1eff\u2000-\u2bff]")
 _LETTER_NAME = re.compile(r"(?!MODIFIER|MATHEMATICAL)([A-Z]+).* (?:LETTER|LIGATURE|SYLLABLE|CHARACTER)|(CJK|FULLWIDTH)")
-"""Matches the Unicode name of a letter, which starts with its script. Symbols occur in texts of every script."""
+"""Matches the Unicode name of a letter, which starts with its script. Symbols are excluded: they have no script."""
 _SCRIPTS = dict.fromkeys(("Cjk", "Hiragana", "Katakana", "Fullwidth", "Halfwidth", "Bopomofo"), "Chinese or Japanese")
 
 
 def script_of(text: str) -> str:
-    """Return the script of most letters; empty for a text without letters.
+    """Return the most frequent script of the letters in a text; empty for a text without letters.
 
     >>> [script_of(text) for text in ("a cat", "\\u043a\\u043e\\u0442", "\\u732b", "12", "\\u03b1-helix")]
     ['Latin', 'Cyrillic', 'Chinese or Japanese', '', 'Latin']

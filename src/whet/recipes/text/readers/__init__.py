@@ -1,1 +1,1 @@
-"""Read rows from text files, tables and datasets, with the errors of each row. No torch."""
+"""Readers of labeled texts from text files, tables and saved datasets. No torch."""

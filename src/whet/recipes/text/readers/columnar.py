@@ -14,7 +14,7 @@ _BATCH_ROWS = 1_000
 
 
 def read_columnar(source: TextSource) -> Iterator[TextRow]:
-    """Read every row, numbered from 1. Class indices are replaced with the names of the classes."""
+    """Yield all rows, numbered from 1. Class indices are replaced with class names."""
     names = {**_names_in_schema(_schema(source)), **source.class_names}
     line = 0
     for batch in _batches(source):
@@ -33,7 +33,7 @@ def class_names(features: object) -> dict[str, tuple[str, ...]]:
         return {}
     names: dict[str, tuple[str, ...]] = {}
     for column, feature in features.items():
-        # Sequences of labels nest the feature: {"feature": {...}} or [{...}].
+        # In a sequence of labels, the feature is nested: {"feature": {...}} or [{...}].
         inner = feature.get("feature", feature) if isinstance(feature, dict) else feature
         inner = inner[0] if isinstance(inner, list) and inner else inner
         if isinstance(inner, dict) and inner.get("_type") == "ClassLabel" and isinstance(inner.get("names"), list):
@@ -46,7 +46,7 @@ def _class_name(value: Any, names: tuple[str, ...] | None) -> Any:
         return value
     if isinstance(value, list):
         return [_class_name(each, names) for each in value]
-    # These datasets use -1 for a missing label.
+    # Hugging Face datasets use -1 for a missing label.
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
@@ -87,7 +87,7 @@ def _batches(source: TextSource) -> Iterator[Any]:
 
 
 def _open_arrow(arrow: Any, path: Path) -> Any:
-    """Open a file memory-mapped, so that only the rows in use take memory."""
+    """Memory-map a file, so that only the rows in use take memory."""
     mapped = arrow.memory_map(str(path))
     is_file = mapped.read(6) == b"ARROW1"
     mapped.seek(0)
@@ -96,7 +96,7 @@ def _open_arrow(arrow: Any, path: Path) -> Any:
 
 @contextlib.contextmanager
 def _arrow_errors(path: Path) -> Iterator[None]:
-    """Convert the errors of pyarrow, all of which are ValueErrors or OSErrors."""
+    """Convert errors of pyarrow, which derive from ValueError or OSError, to UsageError."""
     try:
         yield
     except (OSError, ValueError) as error:

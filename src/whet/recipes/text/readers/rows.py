@@ -1,7 +1,7 @@
 """Rows of JSON lines, CSV and TSV files, read line by line.
 
-A file is never loaded completely. An invalid byte or an unclosed quote is an error of one row; the rows after it are
-still read.
+Files are never loaded into memory as a whole. An invalid byte or an unclosed quote affects one row only: reading
+continues with the next row.
 """
 
 import csv
@@ -20,25 +20,25 @@ SplitName = Literal["train", "val", "test"]
 FileFormat = Literal["JSON lines", "CSV", "TSV", "Parquet", "Arrow", "class folders"]
 
 MAX_ROW_BYTES = 64 * 1024**2
-"""The size limit of a line. Reading a longer one could exhaust memory."""
+"""The maximum size of a line. Reading a longer line could exhaust memory."""
 UTF8_BOM = b"\xef\xbb\xbf"
 _MAX_RECORD_LINES = 1_000
-"""A quoted text with more line breaks than this is considered an unclosed quote."""
+"""The maximum number of lines of a CSV record. A longer record is assumed to have an unclosed quote."""
 _SKIP_BYTES = 1024**2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowError:
-    """A defect that concerns the row itself."""
+    """A defect of the row itself, as opposed to its text or label."""
 
     kind: str
-    """The kind of defect in a data report."""
+    """The kind of defect, a key of `DEFECT_KINDS` (data_report/report.py)."""
     what: str
     """The end of the sentence "row 12 of FILE ..."."""
     got: str
     try_: str
     is_usable: bool = False
-    """Whether the cells of the row can be used anyway."""
+    """Whether the cells of the row can be used despite the error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +48,10 @@ class TextSource:
     path: Path
     format: FileFormat
     split: SplitName | None
-    """The split of the rows; None if they still have to be split."""
+    """The split of the rows; None if whet splits them."""
     delimiter: str = ""
     class_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The names of the classes for each column that holds class indices."""
+    """The class names, for each column of class indices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class TextRow:
     """The cells of a row by column; empty if the row has an error that makes it unusable."""
 
     line: int
-    """The line on which the row begins, from 1; the number of the row in a format without lines."""
+    """The line on which the row begins, from 1; in a format without lines, the row number, from 1."""
     cells: dict[str, Any]
     raw: str = ""
     """The unchanged text of the row without its line ending; empty in a format without lines."""
@@ -70,7 +70,7 @@ class TextRow:
     has_bom: bool = False
     """Whether a byte order mark precedes the row."""
     name: str = ""
-    """The name of the file, if each row is a file."""
+    """The file name, if each row is a separate file."""
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def read_lines(source: TextSource) -> Iterator[TextLine]:
             number += 1
             error = None
             size = len(data)
-            # readline stopped at its limit: skip the rest of this line in pieces.
+            # readline stopped at its limit: skip the rest of this line piece by piece, without storing it.
             if size == MAX_ROW_BYTES and not data.endswith(b"\n"):
                 size += _skip_line(file)
                 data = b""
@@ -146,7 +146,7 @@ def _skip_line(file: Any) -> int:
 
 
 def read_json_lines(source: TextSource) -> Iterator[TextRow]:
-    """Read one object from every line that is not blank."""
+    """Yield one row from every line that is not blank."""
     for line in read_lines(source):
         if not line.text.strip() and line.error is None:
             continue
@@ -178,7 +178,7 @@ def read_json_lines(source: TextSource) -> Iterator[TextRow]:
 
 
 def _json_error(text: str, error: Exception) -> RowError:
-    # A line that ends inside an object was cut off. Any other invalid line was never JSON.
+    # A line that starts an object but does not end it was truncated. Any other invalid line was never JSON.
     is_truncated = text.lstrip().startswith("{") and not text.rstrip().endswith("}")
     return RowError(
         kind="truncated" if is_truncated else "not-a-row",
@@ -200,8 +200,8 @@ class _Record(NamedTuple):
 
 
 def read_delimited(source: TextSource) -> Iterator[TextRow]:
-    """Read every record after the header."""
-    # The limit of the csv module is global to the process. read_lines limits the length of lines instead.
+    """Yield all records after the header."""
+    # The csv module's default limit of 128 KB is too low for texts. It can only be set for the whole process.
     csv.field_size_limit(MAX_ROW_BYTES)
     lines = _LineBuffer(read_lines(source))
     header: list[str] = []
@@ -239,14 +239,14 @@ def read_header(source: TextSource) -> tuple[list[str], list[str]]:
 
 
 def write_record(fields: Sequence[str], *, delimiter: str) -> str:
-    """Format a record as a line, quoted where necessary."""
+    """Format a record as a line without a line ending, quoted where necessary."""
     out = io.StringIO()
     csv.writer(out, delimiter=delimiter, lineterminator="").writerow(fields)
     return out.getvalue()
 
 
 class _LineBuffer:
-    """An iterator of lines that lets the caller push lines back."""
+    """An iterator over lines that accepts lines back."""
 
     def __init__(self, lines: Iterator[TextLine]) -> None:
         self._lines = lines
@@ -263,7 +263,7 @@ def _read_record(lines: _LineBuffer, *, delimiter: str, width: int) -> _Record |
     first = lines.next()
     if first is None:
         return None
-    # Most lines have no quotes, and str.split is much faster than the csv module.
+    # Use str.split for lines without quotes, which are most lines: it is much faster than the csv module.
     plain = first.text.split(delimiter) if first.text else []
     if first.error is not None or '"' not in first.text:
         return _Record([first], plain, first.error)
@@ -283,7 +283,7 @@ def _read_record(lines: _LineBuffer, *, delimiter: str, width: int) -> _Record |
     try:
         fields = next(csv.reader(feed(), delimiter=delimiter, strict=True))
     except csv.Error as error:
-        # An unclosed quote invalidates only its first line. The rows that the parser swallowed are read again.
+        # An unclosed quote invalidates only its first line: put back the lines that the parser consumed.
         lines.put_back(consumed[1:])
         return _Record([first], [], _csv_error(str(error)))
     return _Record(consumed, fields, next((line.error for line in consumed if line.error is not None), None))

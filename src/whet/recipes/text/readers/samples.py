@@ -26,7 +26,7 @@ PAIR_NAMES = (
     *(("text_a", "text_b"), ("sentence_a", "sentence_b"), ("text", "text_pair"), ("question", "sentence")),
 )
 _MAX_COLUMNS = 1_000
-"""The number of keys after which the search for a label column stops, because JSON rows may add keys without limit."""
+"""The number of keys at which the search for a label column stops: every JSON row may introduce new keys."""
 
 AUTO = "auto"
 SEPARATORS = ("|", ";", ",")
@@ -38,7 +38,7 @@ _MAX_LIST_LENGTH = 10_000
 
 
 class ColumnOverrides(BaseModel):
-    """Columns named by the user. If None, text and label are detected, and pair and group are absent."""
+    """The columns named by the user. If None, text, label and pair are guessed, and there is no group."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True)
 
@@ -49,7 +49,7 @@ class ColumnOverrides(BaseModel):
 
 
 class ColumnNames(BaseModel):
-    """The names of the columns to read, spelled as in the file."""
+    """The columns to read, spelled as in the file."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True)
 
@@ -72,7 +72,7 @@ class ColumnNames(BaseModel):
 def find_columns(
     names: Iterable[str], overrides: ColumnOverrides, *, path: Path, needs_label: bool = True
 ) -> ColumnNames:
-    """Return the columns of a file: those named by the user, otherwise columns with usual names."""
+    """Return the columns of a file: those named by the user, otherwise those with common names."""
     spelling: dict[str, str] = {}
     for name in names:
         spelling.setdefault(str(name).strip().lower(), str(name))
@@ -132,7 +132,7 @@ def _guess_column(
 
 
 def parse_label_list(cell: Any) -> list[str] | None:
-    """Return the labels of a cell that is a list or a text that spells a list; None for any other cell.
+    """Return the labels of a cell that is a list, or a JSON or Python list as text. Return None for any other cell.
 
     >>> parse_label_list(["a", "b"]), parse_label_list('["a", "b"]'), parse_label_list("['a', 'b']")
     (['a', 'b'], ['a', 'b'], ['a', 'b'])
@@ -155,7 +155,7 @@ def parse_label_list(cell: Any) -> list[str] | None:
 
 
 def label_text(value: Any) -> str:
-    """Format a value as a label. 1.0 becomes 1, because tables with missing values store integers as floats.
+    """Convert a value to a label. 1.0 becomes "1", because tables with missing values store integers as floats.
 
     >>> label_text(" a "), label_text(1.0), label_text(None), label_text(3)
     ('a', '1', '', '3')
@@ -177,9 +177,9 @@ def split_label(label: str, separator: str) -> list[str]:
 
 
 def detect_separator(labels: Iterable[str]) -> str | None:
-    """Return the separator of multi-label cells, or None if there is no clear one.
+    """Return the separator of multi-label cells, or None if no separator is likely.
 
-    A separator is clear if there are fewer names than combinations of names.
+    A separator is likely if there are fewer distinct names than distinct cells.
 
     >>> detect_separator(["toxic|insult", "toxic", "insult", "threat", "toxic|threat"])
     '|'
@@ -192,14 +192,14 @@ def detect_separator(labels: Iterable[str]) -> str | None:
             continue
         names = {name for label in distinct for name in split_label(label, separator)}
         num_alone = sum(name in distinct for name in names)
-        # "Smith, John" and "Smith, Jane" share a name too. With commas, most names must therefore also occur alone.
+        # Commas also occur inside labels such as "Smith, John" and "Smith, Jane". Require most names to occur alone.
         if len(names) < len(distinct) and (separator != "," or 2 * num_alone >= len(names)):
             return separator
     return None
 
 
 def validate_separator(separator: str | None) -> str | None:
-    """Return the separator. Raises an error for an empty `label_separator`."""
+    """Return the separator, or raise an error if it is empty."""
     if separator == "":
         raise UsageError("label_separator is empty", got="''", try_="label_separator='|', or null for none")
     return separator
@@ -210,18 +210,18 @@ def validate_separator(separator: str | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSample:
-    """A text with its labels and its row; only the row if it is unusable."""
+    """A text with its labels and its row. If the row is unusable, text and labels are empty."""
 
     row: TextRow
     text: str
     pair: str | None
     labels: tuple[str, ...]
-    """The unchanged labels: one, or the entries of a list; none if the cell is empty."""
+    """The labels before any splitting: one, or the entries of a list; none if the cell is empty."""
     is_list: bool
     """Whether the label cell is a list, which may be empty."""
     group: str | None
     number: int = 0
-    """The number of the sample, from 1, if a row holds several; otherwise 0."""
+    """The number of the sample within its row, from 1; 0 if the row has a single sample."""
 
     @property
     def error(self) -> RowError | None:
@@ -230,7 +230,7 @@ class TextSample:
 
 
 class SampleReader:
-    """Iterates over the samples of a source. `columns` is known once the first row has been read."""
+    """Iterates over the samples of a source. `columns` is set once the first row has been read."""
 
     def __init__(self, source: TextSource, overrides: ColumnOverrides) -> None:
         self.source = source
@@ -253,12 +253,12 @@ class SampleReader:
 
     def _find_columns(self, row: TextRow) -> None:
         """Determine the columns from the first rows. In JSON, the label column may appear in a later row."""
-        # The first call examines many rows (`column_names`), later calls only the given row.
+        # The first call examines several rows (`column_names`), later calls only the given row.
         names = self._names | dict.fromkeys(row.cells if self._names else column_names(self.source))
         if len(names) == len(self._names) or len(self._names) > _MAX_COLUMNS:
             return
         self._names = names
-        # Test rows may have no labels, as in competitions.
+        # Test rows may have no labels, as in the files of a competition.
         needs_label = self.source.split != "test"
         if self.columns is None:
             self.columns = find_columns(names, self._overrides, path=self.source.path, needs_label=needs_label)
@@ -275,7 +275,7 @@ def _samples(row: TextRow, columns: ColumnNames, *, where: str) -> Iterator[Text
     pair = None if columns.pair is None else cell_text(cells.get(columns.pair))
     listed = parse_label_list(label)
     if isinstance(text, list) and listed is not None and len(text) == len(listed):
-        # A document with one label per sentence: use the document as group, so that its sentences stay in one split.
+        # A document with one label per sentence. Use the document as the group, so that its sentences stay together.
         for number, (sentence, name) in enumerate(zip(text, listed, strict=True), start=1):
             yield TextSample(
                 row=row,

@@ -1,4 +1,4 @@
-"""Locate the files of a path, with the format and split of each, and read their rows."""
+"""Find the data files at a path, detect the format and split of each, and read their rows."""
 
 import json
 import re
@@ -28,14 +28,14 @@ SPLIT_NAMES: dict[SplitName, tuple[str, ...]] = {
     "val": ("val", "valid", "validation", "dev"),
     "test": ("test",),
 }
-"""The names of files and folders, without suffix, for each split."""
+"""The names of files (without suffix) and folders for each split."""
 
 _SPLIT_OF_NAME = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 _SHARD = re.compile(r"[-_]\d+[-_]of[-_]\d+$")
 _ROW_SUFFIXES = {"", ".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow"}
 _TEXT_SUFFIXES = {"", ".txt", ".text", ".md"}
 _HEAD_BYTES = 64 * 1024
-# JSON rows may lack keys, so the columns are collected from several rows.
+# Collect the columns of JSON lines from this many rows, because single rows may lack keys.
 _SAMPLED_ROWS = 100
 
 
@@ -45,7 +45,7 @@ def read_rows(source: TextSource) -> Iterator[TextRow]:
 
 
 def column_names(source: TextSource) -> list[str]:
-    """Return the columns of a source: from its header, or from the first rows, because each row may lack some."""
+    """Return the columns of a source, from its header or its first rows."""
     if source.format in ("CSV", "TSV"):
         return read_header(source)[1]
     num_rows = _SAMPLED_ROWS if source.format == "JSON lines" else 1
@@ -78,7 +78,7 @@ def find_sources(path: Path) -> tuple[TextSource, ...]:
 
 
 def split_name(name: str) -> SplitName | None:
-    """Return the split that a name without suffix stands for.
+    """Return the split that a file or folder name (without suffix) refers to, or None.
 
     >>> split_name("Validation"), split_name("train-00000-of-00002"), split_name("reviews")
     ('val', 'train', None)
@@ -90,7 +90,7 @@ def split_name(name: str) -> SplitName | None:
 
 
 def _split_files(folder: Path) -> list[TextSource]:
-    """Return files named train, val and test, each possibly in several shards."""
+    """Return the files named train, val and test, each of which may consist of several shards."""
     if not folder.is_dir():
         return []
     named = [
@@ -105,7 +105,7 @@ def _split_files(folder: Path) -> list[TextSource]:
 
 
 def _check_shards(files: list[Path], *, split: str) -> None:
-    """Check that several files of a split are shards ("1-of-2"). Otherwise they may contain the same rows twice."""
+    """Check that several files of a split are shards ("1-of-2"). Other files might contain the same rows twice."""
     if len(files) > 1 and any(not _SHARD.search(file.stem) for file in files):
         names = ", ".join(file.name for file in files)
         raise UsageError(
@@ -128,7 +128,7 @@ def _split_folders(folder: Path) -> list[TextSource]:
 
 
 def _saved_dataset(folder: Path, *, split: SplitName | None) -> list[TextSource]:
-    """Return a dataset saved by Hugging Face datasets: Arrow files, and JSON files that describe them."""
+    """Return the files of a dataset saved by Hugging Face datasets: Arrow files, described by JSON files."""
     if (folder / "dataset_dict.json").exists():
         splits = _read_json(folder / "dataset_dict.json").get("splits")
         if not isinstance(splits, list):
@@ -248,7 +248,7 @@ def _file_source(path: Path, *, split: SplitName | None) -> TextSource:
     if text[0] in "{[":
         return TextSource(path=path, format="JSON lines", split=split)
     header = text.split("\n", 1)[0]
-    # Try the tab first: it hardly ever occurs inside of a column name.
+    # Try the tab first, because a column name is least likely to contain it.
     delimiter = next((mark for mark in "\t,;|" if mark in header), ",")
     file_format: FileFormat = "TSV" if delimiter == "\t" else "CSV"
     return TextSource(path=path, format=file_format, split=split, delimiter=delimiter)
@@ -258,7 +258,7 @@ def _head(path: Path) -> bytes:
     try:
         with open_regular_file(path, follows_links=True) as file:
             head = file.read(_HEAD_BYTES)
-            # Skip leading white space of any length.
+            # Skip leading whitespace of any length.
             while head and not head.strip() and (more := file.read(_HEAD_BYTES)):
                 head = more
             return head
