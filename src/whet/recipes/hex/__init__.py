@@ -1,1 +1,1 @@
-"""The Hex recipe: the game (game/), playing it (play/), and training nets for it."""
+"""The Hex recipe: train nets that play Hex. game/ has the game itself, and play/ a web page to play it."""

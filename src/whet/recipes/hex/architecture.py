@@ -1,4 +1,4 @@
-"""The architecture options of a Hex net, its parameter count and memory. No torch."""
+"""Architecture options of a Hex net, and its parameter count and activation memory. Does not import torch."""
 
 import math
 from typing import Annotated, Any, ClassVar, Literal
@@ -8,19 +8,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from whet.base.errors import UsageError
 
 NUM_PLANES = 4
-"""Input planes: the mover's stones, the opponent's stones, the mover's edges, the opponent's edges."""
+"""Number of input planes: the mover's stones, the opponent's stones, the mover's edges and the opponent's edges."""
 MAX_GROUPS = 8
+"""Maximum number of groups of a GroupNorm."""
 
 PRESETS: dict[int, dict[str, Any]] = {
     18: {"depth": 8, "width": 128, "block": "plain"},
     34: {"depth": 16, "width": 128, "block": "plain"},
     50: {"depth": 16, "width": 256, "block": "bottleneck"},
 }
-"""Presets with as many convolutions as the ResNets of that name, but no strides, which would lose cells."""
+"""Presets with as many convolutions as ResNet-18, 34 and 50, but without strides, which would merge cells."""
 
 
 class HexArch(BaseModel):
-    """A stem, blocks at full resolution, and two heads."""
+    """Options of a Hex net, which has a stem, blocks at full resolution, a policy head and a value head."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +50,7 @@ class HexArch(BaseModel):
 
     @model_validator(mode="after")
     def validate_heads(self) -> "HexArch":
-        """Check that the heads divide the width."""
+        """Raise UsageError if the number of attention heads does not divide the width."""
         if self.kind == "attention" and self.width % self.heads:
             fitting = [str(n) for n in range(1, self.width + 1) if self.width % n == 0][:8]
             raise UsageError(
@@ -61,22 +62,22 @@ class HexArch(BaseModel):
 
     @property
     def inner_width(self) -> int:
-        """The width inside a bottleneck block."""
+        """Number of channels inside a bottleneck block."""
         return self.width // 2
 
     @property
     def num_attention_blocks(self) -> int:
-        """The number of attention blocks: every second block, starting with the second."""
+        """Number of attention blocks. Every second block is one, starting with the second."""
         return self.depth // 2 if self.kind == "attention" else 0
 
 
 def num_groups(width: int) -> int:
-    """Return the number of groups of a GroupNorm."""
+    """Return the number of groups of a GroupNorm: the largest power of two up to MAX_GROUPS that divides `width`."""
     return math.gcd(width, MAX_GROUPS)
 
 
 def count_parameters(arch: HexArch) -> int:
-    """Return the number of parameters; it does not depend on the board size."""
+    """Return the number of parameters, which does not depend on the board size."""
     width = arch.width
     convolutions = arch.depth - arch.num_attention_blocks
     blocks = convolutions * _block_parameters(arch) + arch.num_attention_blocks * (8 * width**2 + 11 * width)
@@ -93,9 +94,13 @@ def _block_parameters(arch: HexArch) -> int:
 
 
 def activation_bytes(arch: HexArch, *, size: int) -> int:
-    """Estimate the bytes of float32 activations that one board keeps: inputs of norms, activations and convolutions."""
+    """Estimate the bytes of float32 activations that are saved for the backward pass of one board.
+
+    These are the inputs of norms, activation functions and convolutions.
+    """
     width, cells = arch.width, size * size
-    # ReLU needs only its output, which the next convolution keeps anyway. The other activations also keep their input.
+    # ReLU saves only its output, which is also the saved input of the next convolution. Other activation functions save
+    # their input too.
     kept = 2 if arch.activation == "relu" else 3
     plain = 2 * kept * width
     bottleneck = kept * (width + 2 * arch.inner_width)

@@ -19,15 +19,16 @@ from whet.recipes.hex.game.rules import as_positions, flip_perspective, mover_ha
 from whet.recipes.hex.net_players import load_opponent
 
 MatchProgress = Callable[[int, int], None]
-"""Called with the number of finished games and their total."""
+"""Callback that receives the number of finished games and the total number of games."""
 
 
 def play_match(
     one: Player, two: Player, openings: Boards, *, seed: int = 0, watch: MatchProgress | None = None
 ) -> NDArray[np.int64]:
-    """Play each opening twice, each player moving first once; return the wins (0, 1, 2) of the first player.
+    """Play each opening twice, with each player moving first once.
 
-    Players choose their best move. Ties are broken at random.
+    Return how many of the two games player `one` won, as (openings,) with values 0 to 2. Players choose their best
+    move. Ties are broken at random.
     """
     num = len(openings)
     boards = np.concatenate([openings, openings])
@@ -36,7 +37,7 @@ def play_match(
     wins = np.zeros(num, dtype=np.int64)
     draw = np.random.default_rng(seed)
     while len(games):
-        # Draw for all games, finished or not, so that a game does not depend on the rest of the batch.
+        # Draw random numbers for finished games too, so that a game does not depend on the rest of the batch.
         noise = draw.random((2 * num, openings[0].size))[games]
         moves = np.zeros(len(games), dtype=np.int64)
         for player, mask in ((one, is_one), (two, ~is_one)):
@@ -54,16 +55,16 @@ def play_match(
 
 OpeningKind = Literal["random", "even"]
 NUM_STONES: dict[OpeningKind, int] = {"random": 2, "even": 3}
-"""The default number of stones in an opening. After three stones the mover has one less, so more openings are even."""
+"""Default number of stones in an opening. After three stones the mover has one fewer, so more openings are even."""
 _MAX_TRIES = 20
 _EVEN_TOLERANCE = 0.05
-"""The tolerance around a win probability of 0.5. Two-distances are integers, so only exact ties are within it."""
+"""Tolerance around a win probability of 0.5. Two-distances are integers, so only exact ties are within it."""
 
 
 def draw_openings(num: int, *, size: int, num_stones: int, seed: int, kind: OpeningKind = "random") -> Boards:
-    """Return distinct undecided boards after random alternating moves, from the mover's perspective.
+    """Return `num` distinct undecided boards after random alternating moves, from the mover's perspective.
 
-    A board and its rotation by 180 degrees count as two.
+    A board and its rotation by 180 degrees count as distinct. Raise UsageError if fewer openings were found.
     """
     draw = np.random.default_rng([seed, size, num_stones])
     boards = np.zeros((0, size, size), dtype=np.int8)
@@ -84,14 +85,14 @@ def draw_openings(num: int, *, size: int, num_stones: int, seed: int, kind: Open
 
 
 def are_even(boards: Boards) -> NDArray[np.bool_]:
-    """Return whether the two-distance player considers boards (from the mover's perspective) even."""
+    """Return which boards the two-distance player considers even, (batch,). Boards are from the mover's perspective."""
     if not len(boards):
         return np.zeros(0, dtype=bool)
     return np.asarray(np.abs(TwoDistancePlayer().analyze(as_positions(boards)).value - 0.5) < _EVEN_TOLERANCE)
 
 
 def random_boards(num: int, *, size: int, num_stones: int, draw: np.random.Generator) -> Boards:
-    """Return undecided boards after random alternating moves, from the mover's perspective."""
+    """Return up to `num` undecided boards after random alternating moves, from the mover's perspective."""
     boards = np.zeros((num, size, size), dtype=np.int8)
     for _ in range(num_stones):
         scores = draw.random((len(boards), size * size)) * (boards.reshape(len(boards), size**2) == 0)
@@ -100,44 +101,46 @@ def random_boards(num: int, *, size: int, num_stones: int, draw: np.random.Gener
     return boards
 
 
-# The 97.5 % quantile of the normal distribution.
+# The 97.5 % quantile of the standard normal distribution.
 _CONFIDENCE_95 = 1.959964
 
 
 class Rating(FrozenModel):
-    """The rating of the first player."""
+    """The rating of the first player, from the results of a match."""
 
     num_games: int
     num_wins: int
     num_pairs_won: int
     num_pairs_lost: int
-    """The number of openings that one player won with both colors. Only these distinguish the players."""
+    """Number of openings that the first player lost with both colors. Shared openings say nothing about strength."""
     win_rate: float
     low: float
     high: float
-    """The upper bound of the 95 % interval of the win rate."""
+    """Upper bound of the 95 % confidence interval of the win rate."""
     elo: float | None
+    """Estimated Elo difference, or None if the first player won all games or none."""
     elo_low: float | None
     elo_high: float | None
-    """The upper bound of the Elo difference; None if unbounded."""
+    """Upper bound of the Elo difference, or None if unbounded."""
     effective_games: float
-    """The number of independent games with the same certainty. Games of one opening are correlated."""
+    """Number of independent games that would give the same certainty. The two games of an opening are correlated."""
 
 
 def rate(pairs: Sequence[int]) -> Rating:
     """Compute a rating from the wins (0, 1, 2) of each pair of games, which share an opening with swapped colors.
 
-    The interval is Wilson's for the effective number of games: if the same player tends to win both games of an
-    opening, two games carry hardly more information than one. It is never narrower than for independent games.
+    The result has the Wilson score interval for the effective number of games: if the same player tends to win both
+    games of an opening, two games carry hardly more information than one. The interval is never narrower than for
+    independent games.
     """
     num_pairs = len(pairs)
     points = [wins / 2 for wins in pairs]
     share = fmean(points)
     spread = variance(points) if num_pairs > 1 else 0.0
     binomial = share * (1 - share)
-    # Design effect: compare the variance over pairs with that of independent games, limited to [pairs, games].
+    # Design effect: divide the variance of independent games by the variance over pairs. Clamp to [pairs, games].
     effective = min(max(binomial * num_pairs / spread if spread else 2.0 * num_pairs, num_pairs), 2.0 * num_pairs)
-    # If one player won everything, the correlation is unknown, so each opening counts as one game.
+    # If one player won all games, the correlation is unknown, so each opening counts as one game.
     effective = effective if binomial else float(num_pairs)
     low, high = wilson(share, effective)
     return Rating(
@@ -156,35 +159,35 @@ def rate(pairs: Sequence[int]) -> Rating:
 
 
 def wilson(share: float, num_games: float) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a proportion."""
+    """Return the 95 % Wilson score interval of a proportion."""
     z2 = _CONFIDENCE_95**2 / num_games
     middle = (share + z2 / 2) / (1 + z2)
     half = math.sqrt(z2 * (share * (1 - share) + z2 / 4)) / (1 + z2)
-    # Keep the bounds at exactly 0 and 1: with a rounding error, an unbounded Elo interval would look bounded.
+    # Return exactly 0 and 1 as bounds. With a rounding error, an unbounded Elo interval would look bounded.
     return (0.0 if share <= 0 else middle - half), (1.0 if share >= 1 else middle + half)
 
 
 def elo(share: float) -> float | None:
-    """Return the Elo difference of a win rate, or None for 0 and 1."""
+    """Return the Elo difference that corresponds to a win rate, or None if the win rate is 0 or 1."""
     return 400 * math.log10(share / (1 - share)) if 0 < share < 1 else None
 
 
 class Contest(FrozenModel):
-    """The players, the conditions and the result of a match."""
+    """The players, the settings and the result of a match."""
 
     one: str
     two: str
     size: int
     openings: OpeningKind
     num_stones: int
-    """The number of stones in an opening."""
+    """Number of stones in an opening."""
     seed: int
     device: str
     rating: Rating
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Return the result as lines of text."""
+        """The result as lines of text."""
         rating = self.rating
         num_pairs = rating.num_games // 2
         shared = num_pairs - rating.num_pairs_won - rating.num_pairs_lost
@@ -212,7 +215,11 @@ def hold_contest(
     checkpoint: str = "last",
     watch: MatchProgress | None = None,
 ) -> Contest:
-    """Load two players and play a match. The default board size is the size that they were trained on."""
+    """Load two players and play a match.
+
+    The default board size is the size that a net was trained on: that of `one`, else that of `two`, else DEFAULT_SIZE.
+    An odd number of games is rounded up.
+    """
     opened = open_device(device).device
     players = [load_opponent(name, device=opened, checkpoint=checkpoint) for name in (one, two)]
     size = size or next((player.size for player in players if player.size), DEFAULT_SIZE)

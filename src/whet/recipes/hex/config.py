@@ -1,4 +1,4 @@
-"""The options of the Hex recipe and the workload that they describe. No torch."""
+"""Options of the Hex recipe, and the workload that they describe. Does not import torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,11 +23,11 @@ from whet.recipes.hex.architecture import HexArch, activation_bytes, count_param
 
 DEFAULT_SIZE = 5
 _LABEL_BYTES = 8 + 4
-"""Bytes of the move and the result of a position."""
+"""Bytes of the move (int64) and the result (float32) of a position."""
 
 
 class SelfPlayOptions(BaseModel):
-    """The options of self-play training, which runs in generations."""
+    """Options of self-play training, which runs in generations."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,7 +48,7 @@ class SelfPlayOptions(BaseModel):
 
 
 class HexConfig(CommonConfig):
-    """The common options and the options of the loss, the data and the net."""
+    """Options of the Hex recipe: the common options, and those of the loss, the data and the net."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"global_batch_size": 256, "lr": 2e-3, "dropout": 0.0}
     descriptions: ClassVar[Mapping[str, str]] = {"dropout": "dropout before the last layer of the value head"}
@@ -73,7 +73,7 @@ class HexConfig(CommonConfig):
 
     @model_validator(mode="after")
     def validate_training(self) -> "HexConfig":
-        """Check that there is something to train and that only one kind of data is given."""
+        """Raise UsageError if both loss weights are zero, or if data is given for self-play."""
         if self.policy_weight == 0 and self.value_weight == 0:
             raise UsageError(
                 "both loss weights are zero", got="policy_weight=0 value_weight=0", try_="one of them above 0"
@@ -86,18 +86,18 @@ class HexConfig(CommonConfig):
 
     @property
     def default_size(self) -> int:
-        """The board size that is used if no data determines it."""
+        """Board size to use if no data determines it."""
         return DEFAULT_SIZE if self.size == "auto" else self.size
 
 
 def check_board_size(config: HexConfig, size: int) -> None:
-    """Check that the data has the configured board size."""
+    """Raise UsageError if the data does not have the configured board size."""
     if config.size not in ("auto", size):
         raise UsageError("the data has boards of another size", got=f"size={config.size}", try_=f"size={size}")
 
 
 def check_data_path(config: HexConfig) -> None:
-    """Check that the data is one existing folder, or none."""
+    """Raise UsageError if data is given that is not one existing folder."""
     if config.data_paths:
         raise UsageError("positions come from one folder", got="data_paths", try_="data=DIR, written by whet data hex")
     if config.data is not None and not Path(config.data).is_dir():
@@ -112,7 +112,7 @@ def check_data_path(config: HexConfig) -> None:
 
 
 def check_splits(num_train: int, num_val: int, num_test: int) -> None:
-    """Check that train and val have positions; test may be empty."""
+    """Raise UsageError if the train or val split is empty. The test split may be empty."""
     if not (num_train and num_val):
         raise UsageError(
             f"the {'val' if num_train else 'train'} split is empty",
@@ -122,7 +122,7 @@ def check_splits(num_train: int, num_val: int, num_test: int) -> None:
 
 
 def describe_hex(config: HexConfig, *, size: int | None = None, num_samples: int | None = None) -> Workload:
-    """Describe the workload of a config. `size` and `num_samples` are known once the data has been read."""
+    """Return the workload of a config. `size` and `num_samples` are None until the data has been read."""
     size = size or config.default_size
     return Workload(
         recipe="hex",
@@ -131,11 +131,11 @@ def describe_hex(config: HexConfig, *, size: int | None = None, num_samples: int
         optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
         num_samples=num_samples,
         num_steps=config.count_steps(num_samples),
-        # Only the linear layers of attention are matrix products with a row per cell.
+        # Only the linear layers of attention blocks are matrix products with one row per cell.
         max_length=size * size if config.arch.num_attention_blocks else 1,
         sample_bytes=size * size + _LABEL_BYTES,
         activation_bytes=activation_bytes(config.arch, size=size),
-        # Almost all weights belong to convolutions, which use them at every cell.
+        # Almost all weights belong to convolutions, which apply them at every cell.
         flops_per_sample=6.0 * count_parameters(config.arch) * size**2,
         num_operators=50 * config.arch.depth + 80,
         has_dropout=config.dropout > 0,

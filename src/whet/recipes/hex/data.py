@@ -20,11 +20,11 @@ from whet.run import durable
 
 _GENERATED_SEED = 0
 _GENERATED_VERSION = 1
-"""Increase this number when the player or its noise changes, so that older cached games are not used."""
+"""Version of the cached games. Increase it when the player or its noise changes, to invalidate the cache."""
 
 
 def two_distance_games(*, size: int, count: int) -> Games:
-    """Generate games deterministically, or read them from the cache."""
+    """Return `count` games of the two-distance player, from the cache if possible. They are deterministic."""
     path = env.home() / "hex" / f"games-{check_size(size)}x{size}-{count}-{_GENERATED_VERSION}.npz"
     games = _read_cached(path, size=size, count=count)
     if games is None:
@@ -45,29 +45,29 @@ def _write_cached(path: Path, games: Games) -> None:
         durable.make_directory(path.parent)
         durable.write_file(path, data=encode_arrays({"moves": games.moves, "winners": games.winners}))
     except WhetError:
-        return  # Without a writable home folder, the games are generated again at the next start.
+        return  # The home folder may be read-only. The games are then generated again at the next start.
 
 
 Columns = dict[str, Tensor]
 HELD_OUT_SHARE = 0.05
-"""The fraction of games for val, and the same fraction for test."""
+"""Fraction of the games in the val split, and in the test split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HexData:
-    """The three splits. No game is in two of them."""
+    """The three splits of the positions. All positions of a game are in the same split."""
 
     size: int
     train: Columns
     val: Columns
     test: Columns | None
-    """The test split; None if it is empty. There is then no final evaluation."""
+    """The test split, or None if it is empty. There is then no final evaluation."""
     fingerprint: str
     notes: tuple[str, ...] = ()
 
 
 def read_data(config: HexConfig) -> HexData:
-    """Read imported games, or generate games if the config names no data."""
+    """Read imported games, or generate games if `config.data` is None."""
     return _read_folder(config, Path(config.data)) if config.data is not None else _generate(config)
 
 
@@ -99,9 +99,9 @@ def _make_data(config: HexConfig, splits: list[Columns], *, size: int, fingerpri
 
 
 def split_games(games: Games) -> tuple[Games, Games, Games]:
-    """Split generated games, which are in random order, into train, val and test.
+    """Split generated games into train, val and test. They are in random order, so the splits are slices.
 
-    Games of the train split are removed from the other splits, unless nothing would remain, as on tiny boards.
+    Games that are also in the train split are removed from the others, unless nothing would remain, as on tiny boards.
     """
     held_out = max(1, int(HELD_OUT_SHARE * len(games)))
     train = games.take(slice(2 * held_out, None))
@@ -111,13 +111,17 @@ def split_games(games: Games) -> tuple[Games, Games, Games]:
 
 
 def _without(games: Games, trained: set[bytes]) -> Games:
-    """Return the games that are not in `trained`, even when rotated by 180 degrees; all games if none remain."""
+    """Return the games whose key (see `game_keys`) is not in `trained`, or all games if none would remain."""
     is_new = np.array([key not in trained for key in game_keys(games, seed=0)], dtype=np.bool_)
     return games.take(is_new) if is_new.any() else games
 
 
 def to_columns(samples: Samples) -> Columns:
-    """Return boards from the mover's perspective, the move played (-1 for none) and whether the mover won."""
+    """Return samples as tensors.
+
+    `board` is the board from the mover's perspective, `move` the cell played (-1 for none), and `win` is 1 if the mover
+    won the game.
+    """
     viewed, symmetry = mover_view(samples.positions)
     moves = transform_moves(samples.moves, symmetry, size=viewed.size)
     return {
@@ -128,7 +132,7 @@ def to_columns(samples: Samples) -> Columns:
 
 
 def with_half_turns(columns: Columns) -> Columns:
-    """Add every position rotated by 180 degrees, the only symmetry that preserves the mover's perspective."""
+    """Append every position rotated by 180 degrees, the only symmetry that preserves the mover's perspective."""
     cells = columns["board"][0].numel()
     rotated = {"board": columns["board"].flip((1, 2)), "win": columns["win"]}
     rotated["move"] = torch.where(columns["move"] < 0, columns["move"], cells - 1 - columns["move"])

@@ -16,13 +16,13 @@ Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 def partial_metrics(model: "HexNet", micro_batches: Iterator["DictBatch"]) -> dict[str, Any]:
-    """Collect the outcomes of positions as plain JSON. Each process collects its share."""
+    """Return the move ranks, predictions, results and summed losses of this process's micro-batches, as JSON."""
     ranks, wins, results, losses = [], [], [], []
     for micro in micro_batches:
         output = model(micro.board)
         has_move = micro.move >= 0
         chosen = output.policy.gather(1, micro.move.clamp(min=0)[:, None])
-        # Ties count against the net, so that a uniform policy does not get a good rank.
+        # Count ties against the net, so that a uniform policy does not get a good rank.
         rank = (output.policy >= chosen).sum(1) - 1
         ranks.append(rank.masked_fill(~has_move, -1).cpu().numpy())
         wins.append(output.win.cpu().numpy().astype(np.float64))
@@ -34,7 +34,7 @@ def partial_metrics(model: "HexNet", micro_batches: Iterator["DictBatch"]) -> di
 
 
 def merge_metrics(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the partial metrics of all processes into metrics."""
+    """Compute the metrics from the partial metrics of all processes."""
     ranks, wins, results = ([np.asarray(part[name]) for part in parts] for name in ("ranks", "wins", "results"))
     result = metrics(ranks, wins, results)
     num_moves = max(1, sum(int((rank >= 0).sum()) for rank in ranks))
@@ -58,7 +58,7 @@ def metrics(ranks: Iterable[Any], wins: Iterable[Any], results: Iterable[Any]) -
 
 
 def calibration_error(win: Floats, result: Floats) -> float:
-    """Return the expected calibration error over ten bins of the predicted probability."""
+    """Return the expected calibration error over NUM_BINS equal bins of the predicted probability."""
     bins = np.minimum((win * NUM_BINS).astype(int), NUM_BINS - 1)
     predicted, actual = (np.bincount(bins, weights=w, minlength=NUM_BINS) for w in (win, result))
     return float(np.abs(predicted - actual).sum() / max(1, len(win)))

@@ -1,6 +1,6 @@
-"""The Hex net: residual blocks, attention over cells, policy and value heads, and the loss.
+"""The Hex net and its loss: residual blocks, attention over cells, and policy and value heads.
 
-Shapes: B boards of N x N cells, W channels. Blocks map (B, W, N, N) to the same shape.
+Shapes: B boards of N x N cells, W channels. Blocks map (B, W, N, N) to (B, W, N, N).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "s
 
 
 def make_blocks(arch: HexArch) -> nn.ModuleList:
-    """Return the blocks of the trunk."""
+    """Create the blocks of the trunk. With kind="attention", every second block is a `CellAttention`."""
     convolution = BottleneckBlock if arch.block == "bottleneck" else PlainBlock
     is_attention = [arch.kind == "attention" and number % 2 == 1 for number in range(arch.depth)]
     return nn.ModuleList(CellAttention(arch) if attends else convolution(arch) for attends in is_attention)
@@ -33,7 +33,7 @@ def make_activation(arch: HexArch) -> nn.Module:
 
 
 class PreActivation(nn.Sequential):
-    """Norms, activations and convolutions in turn. With norms=whet in the plan, norm and activation are one kernel."""
+    """A sequence of (norm, activation, convolution) triples. With norms=whet, norm and activation run as one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         layers = list(self)
@@ -73,7 +73,7 @@ class BottleneckBlock(nn.Module):
 
 
 class CellAttention(nn.Module):
-    """Attention over all cells. The preceding convolutions encode the positions."""
+    """Self-attention over all cells, and a feed-forward layer. The preceding convolutions encode the positions."""
 
     def __init__(self, arch: HexArch) -> None:
         super().__init__()
@@ -98,7 +98,10 @@ class CellAttention(nn.Module):
 
 
 def pre_activation(arch: HexArch, width_in: int, width_out: int, *, kernel: int) -> list[nn.Module]:
-    """Return norm, activation and convolution. No bias, because the next norm would cancel it."""
+    """Create a norm, an activation and a convolution.
+
+    The convolution has no bias: norms after it make one unnecessary.
+    """
     convolution = nn.Conv2d(width_in, width_out, kernel, padding=kernel // 2, bias=False)
     return [make_norm(arch, width_in), make_activation(arch), convolution]
 
@@ -112,32 +115,32 @@ def _as_board(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 IMPOSSIBLE = -1e9
-"""The logit of an occupied cell. It is finite, so that a full board does not produce NaN."""
+"""Logit of an occupied cell. It is finite, so that the softmax of a full board is not NaN."""
 
 
 class NetOutput(NamedTuple):
-    """The outputs of a net, as logits."""
+    """The outputs of a `HexNet`, as float32 logits."""
 
     policy: Tensor
-    """(B, N * N): the logits of the moves; IMPOSSIBLE for occupied cells."""
+    """(B, N * N): logits of the moves. Occupied cells have the logit IMPOSSIBLE."""
     value: Tensor
-    """(B): the logit of the mover winning."""
+    """(B,): logit of the probability that the mover wins."""
     error: Tensor
-    """(B): the logit of the expected squared error of the win probability."""
+    """(B,): logit of the expected squared error of the win probability."""
 
     @property
     def win(self) -> Tensor:
-        """The mover's probability of winning."""
+        """Probability that the mover wins, (B,)."""
         return torch.sigmoid(self.value)
 
     @property
     def uncertainty(self) -> Tensor:
-        """The expected error of `win`: 0 for certain, 0.5 for a guess."""
+        """Expected root mean squared error of `win`, (B,): 0 if it is certain, 0.5 if it is a guess."""
         return torch.sigmoid(self.error).sqrt()
 
 
 class HexNet(nn.Module):
-    """A stem, blocks, a 1x1 convolution for the policy, and a value head over the pooled board."""
+    """A policy and value net: a stem, blocks, a 1x1 convolution for the policy, and a value head on pooled features."""
 
     def __init__(self, arch: HexArch, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -146,12 +149,12 @@ class HexNet(nn.Module):
         self.blocks = make_blocks(arch)
         self.norm = make_norm(arch, width)
         self.activation = make_activation(arch)
-        # No bias: it would be the same for every cell, and softmax would cancel it.
+        # No bias: it would be the same for every cell, and the softmax would cancel it.
         self.policy = nn.Conv2d(width, 1, 1, bias=False)
         self.value_in = nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(dropout)
         self.value_out = nn.Linear(width, 2)
-        # Small weights: training starts with a nearly uniform policy and a value near 0.5.
+        # With small weights, training starts with a nearly uniform policy and win probabilities near 0.5.
         for layer in (self.policy, self.value_out):
             nn.init.normal_(layer.weight, std=0.01)
         nn.init.zeros_(self.value_out.bias)
@@ -162,14 +165,14 @@ class HexNet(nn.Module):
             x = block(x)
         x = group_norm_activation(self.norm, self.activation, x)
         policy = self.policy(x).flatten(1).float().masked_fill(boards.flatten(1) != 0, IMPOSSIBLE)
-        # Mean and maximum over the board make the head independent of the board size.
+        # Pooling by mean and maximum makes the head independent of the board size.
         pooled = torch.cat((x.mean((2, 3)), x.amax((2, 3))), dim=1)
         value, error = self.value_out(self.dropout(self.activation(self.value_in(pooled)))).float().unbind(1)
         return NetOutput(policy, value, error)
 
 
 def encode_boards(boards: Tensor, *, like: Tensor) -> Tensor:
-    """Return the input planes, (B, 4, N, N): stones of both players, and the cells at the edges of each."""
+    """Return the input planes, (B, 4, N, N): the stones of both players, and the cells at the edges of each player."""
     size = boards.shape[-1]
     line = torch.arange(size, device=boards.device)
     is_outer = ((line == 0) | (line == size - 1)).expand(size, size)
@@ -185,7 +188,7 @@ class LossWeights:
 
 
 def hex_loss(output: NetOutput, micro: DictBatch, weights: LossWeights) -> Tensor:
-    """Return the mean loss over positions."""
+    """Return the weighted sum of the policy, value and uncertainty losses, averaged over positions."""
     terms = (
         weights.policy * policy_losses(output, micro),
         weights.value * value_losses(output, micro),
@@ -195,20 +198,23 @@ def hex_loss(output: NetOutput, micro: DictBatch, weights: LossWeights) -> Tenso
 
 
 def policy_losses(output: NetOutput, micro: DictBatch) -> Tensor:
-    """Return the cross entropy with the move played, or with the visit counts of a search; 0 if there is no move."""
+    """Return the cross entropy with the move played, or with the visit shares of a search, (B,).
+
+    It is 0 for positions without a move.
+    """
     logs = output.policy.log_softmax(1)
     if "shares" in micro:
-        # Occupied cells have no visits and finite logits, so they contribute 0.
+        # Occupied cells have no visits, and their logits are finite, so they contribute 0.
         return -(micro.shares.float() * logs).sum(1)
     return -logs.gather(1, micro.move.clamp(min=0)[:, None])[:, 0] * (micro.move >= 0)
 
 
 def value_losses(output: NetOutput, micro: DictBatch) -> Tensor:
-    """Return the cross entropy with the result."""
+    """Return the binary cross entropy with the result, (B,)."""
     return functional.binary_cross_entropy_with_logits(output.value, micro.win, reduction="none")
 
 
 def uncertainty_losses(output: NetOutput, micro: DictBatch) -> Tensor:
-    """Return the loss of the predicted squared error. No gradient flows into the value."""
+    """Return the binary cross entropy with the squared error of `win`, (B,). No gradient flows into the value."""
     squared = (output.win.detach() - micro.win).square()
     return functional.binary_cross_entropy_with_logits(output.error, squared, reduction="none")

@@ -1,4 +1,4 @@
-"""Players that use a net, alone or with a search, and a loader for players by name."""
+"""Players that use a net, with or without search, and a loader for players by name."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -23,9 +23,9 @@ from whet.run.folder import RECIPE_FILE, open_run
 from whet.training.weights import load_weights
 
 _BOARDS_PER_BATCH = 4096
-"""The maximum number of boards per evaluation, which bounds memory."""
+"""Maximum number of boards per evaluation, which bounds memory."""
 _TREE_BYTES = 2**30
-"""The memory limit of all trees together."""
+"""Memory limit for all search trees together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class NetPlayer:
         return Analysis(transform_policy(policy, symmetry, size=positions.size), win)
 
     def evaluate(self, boards: Boards) -> tuple[Floats, Floats]:
-        """Return policy and win probability for boards in the mover's perspective."""
+        """Return the policy, (batch, cells), and win probability, (batch,), of boards in the mover's perspective."""
         parts = [
             self._evaluate(boards[start : start + _BOARDS_PER_BATCH])
             for start in range(0, len(boards), _BOARDS_PER_BATCH)
@@ -66,7 +66,7 @@ class NetPlayer:
 
 @dataclass(frozen=True, slots=True)
 class SearchPlayer:
-    """Plays by a tree search with a net."""
+    """Plays by a tree search that uses a net."""
 
     net: NetPlayer
     options: SearchOptions
@@ -74,7 +74,7 @@ class SearchPlayer:
     _is_stopped: Event = field(default_factory=Event, repr=False, compare=False)
 
     def stop(self) -> None:
-        """Make a search in another thread, and all later searches, raise an error."""
+        """Make the search that runs in another thread, and all later searches, raise WhetError."""
         self._is_stopped.set()
 
     def analyze(self, positions: Positions) -> Analysis:
@@ -83,9 +83,9 @@ class SearchPlayer:
         return Analysis(transform_policy(result.shares, symmetry, size=positions.size), result.win)
 
     def search(self, boards: Boards, *, draw: np.random.Generator | None = None) -> TreeSearchResult:
-        """Search boards from the mover's perspective. Noise is added only with `draw`."""
+        """Search from boards in the mover's perspective. Noise is added only if `draw` is given."""
         options = self.options if draw is not None else replace(self.options, noise_fraction=0.0)
-        # Searching in chunks is safe: the search of a game does not depend on the batch, and noise is drawn game by
+        # Chunks do not change the result: the search of a game does not depend on the batch, and noise is drawn game by
         # game.
         step = max(1, _TREE_BYTES // tree_bytes(boards.shape[-1], num_nodes=options.simulations + 1))
         parts = [
@@ -106,14 +106,14 @@ _RESTORE = "restore this file from a backup, or use another run"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opponent:
-    """A player and the board size that it was trained on; None if it plays any size."""
+    """A player, and the board size that it was trained on, or None if it plays on any size."""
 
     player: Player
     size: int | None = None
 
 
 def load_opponent(name: str, *, device: AbstractDevice, checkpoint: str = "last") -> Opponent:
-    """Load a player: random, two-distance, a run, or RUN@64 for a search with 64 simulations."""
+    """Load a player: `random`, `two-distance`, a run, or RUN@64 for a search with 64 simulations per move."""
     if name in NETLESS_PLAYERS:
         return Opponent(player=NETLESS_PLAYERS[name])
     path, simulations = parse_player(name)
@@ -125,7 +125,10 @@ def load_opponent(name: str, *, device: AbstractDevice, checkpoint: str = "last"
 
 
 def parse_player(name: str) -> tuple[Path, int | None]:
-    """Split RUN@64 into the run and the number of simulations. The name of a folder may contain an @."""
+    """Split RUN@64 into the run and the number of simulations, or None if there is none.
+
+    An existing path is always a run, even if its name contains an @.
+    """
     run, sign, number = name.rpartition("@")
     if not sign or os.path.exists(name):  # noqa: PTH110  Path.exists() raises for a name that is too long.
         return Path(name), None
@@ -137,7 +140,7 @@ def parse_player(name: str) -> tuple[Path, int | None]:
 
 
 def load_net(path: Path, *, device: AbstractDevice, checkpoint: str = "last") -> tuple[HexNet, int]:
-    """Load the net of a run, or of the champion of a self-play run; return the net and its board size."""
+    """Load the net of a run, or of the champion of a self-play run. Return the net and its board size."""
     if not os.path.exists(path):  # noqa: PTH110
         raise UsageError("no such player", got=str(path)[-200:], try_=f"{', '.join(NETLESS_PLAYERS)}, a run, or RUN@64")
     path = champion_run(path) if is_selfplay(path) else path

@@ -1,6 +1,6 @@
-"""The Hex recipe: train a policy and a value net.
+"""The Hex recipe: train a policy and value net.
 
-Methods import torch lazily, so that a plan can be made without it.
+Methods import torch lazily, so that a training plan can be made without it.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class HexRecipe(Recipe):
-    """Trains a Hex net on games; by default on generated games of the two-distance player."""
+    """Trains a Hex net on recorded games, or on generated games of the two-distance player if no data is given."""
 
     name = "hex"
     Config = HexConfig

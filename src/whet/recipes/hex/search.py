@@ -1,4 +1,4 @@
-"""Monte Carlo tree search (PUCT) over many games at once. New leaves of all games are evaluated in one batch."""
+"""Monte Carlo tree search (PUCT) over many games at once. The new leaves of all games are evaluated in one batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from whet.recipes.hex.game.rules import flip_perspective, mover_has_won, place_s
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-# The child of a move that was never tried.
+# Marks a move that has not been tried, and thus has no child node.
 UNKNOWN = -1
-# The PUCT exploration constant, for values from 0 to 1.
+# PUCT exploration constant, for values from 0 to 1.
 _EXPLORATION = 1.25
-# The value of an unvisited move is the value of its position minus this number.
+# The value of an unvisited move is the value of its position minus this constant.
 _FIRST_PLAY_REDUCTION = 0.1
 # Total concentration of the Dirichlet noise over all legal moves.
 _NOISE_CONCENTRATION = 10.0
 
 
 def tree_bytes(size: int, *, num_nodes: int) -> int:
-    """Return the bytes of one tree. Each node has a board, and per cell three numbers and a child."""
+    """Return the bytes of one tree. A node stores a board, and three floats and a child index per cell."""
     return num_nodes * size * size * (1 + 3 * 4 + 8)
 
 
 class Trees:
-    """One tree per game. Node 0 is the root. Every node has been evaluated once or is decided."""
+    """One search tree per game. Node 0 is the root. Every node has been evaluated once, or is a finished game."""
 
     def __init__(self, roots: Boards, *, num_nodes: int) -> None:
         games, size = len(roots), roots.shape[-1]
@@ -36,17 +36,17 @@ class Trees:
         self.priors = np.zeros((games, num_nodes, cells), dtype=np.float32)
         self.visits = np.zeros((games, num_nodes, cells), dtype=np.float32)
         self.wins = np.zeros((games, num_nodes, cells), dtype=np.float32)
-        """The sum over visits of the mover's win probability after the move."""
+        """Sum over the visits of each move of the mover's win probability."""
         self.children = np.full((games, num_nodes, cells), UNKNOWN, dtype=np.int64)
         self.values = np.zeros((games, num_nodes), dtype=np.float32)
-        """The mover's win probability, as evaluated by the net."""
+        """The mover's win probability, from the net. It is 0 if the game is over."""
         self.is_lost = np.zeros((games, num_nodes), dtype=bool)
-        """Whether the opponent has connected its edges."""
+        """Whether the game is over. The mover has then lost, because the opponent has just connected their edges."""
         self.sizes = np.ones(games, dtype=np.int64)
         self.boards[:, 0] = roots
 
     def add(self, games: Ints, parents: Ints, moves: Ints, boards: Boards) -> Ints:
-        """Add a node to each of these games, as the child of a parent for a move; return the nodes."""
+        """Add one node to each of these games, as the child that a move leads to. Return the new node indices."""
         nodes = self.sizes[games]
         self.boards[games, nodes] = boards
         self.children[games, parents, moves] = nodes
@@ -55,33 +55,36 @@ class Trees:
 
 
 Evaluator = Callable[[Boards], tuple[Floats, Floats]]
-"""Maps boards from the mover's perspective to a policy (B, N * N) and the mover's win probability (B)."""
+"""Maps boards from the mover's perspective to a policy, (B, N * N), and the mover's win probability, (B,)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
     simulations: int = 64
     noise_fraction: float = 0.0
-    """The weight of noise in the priors of the root, used for self-play."""
+    """Weight of the Dirichlet noise in the priors of the root. It is used for self-play."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeSearchResult:
     visits: Floats
-    """(B, N * N): the visits of each move. Their sum is the number of simulations."""
+    """(B, N * N): visit counts of the moves. Their sum is the number of simulations."""
     win: Floats
-    """(B): the mover's mean win probability over all visits."""
+    """(B,): the mover's mean win probability over all visits."""
 
     @property
     def shares(self) -> Floats:
-        """The fraction of visits of each move."""
+        """Fraction of the visits of each move, (B, N * N)."""
         return self.visits / np.maximum(self.visits.sum(1, keepdims=True), 1)
 
 
 def search_moves(
     boards: Boards, evaluate: Evaluator, options: SearchOptions, *, draw: np.random.Generator | None = None
 ) -> TreeSearchResult:
-    """Search from undecided boards in the mover's perspective. `draw` is required only for noise."""
+    """Run a search from each board. Boards must be undecided and in the mover's perspective.
+
+    `draw` is required only if `options.noise_fraction` is above 0.
+    """
     trees = Trees(boards, num_nodes=options.simulations + 1)
     games = np.arange(len(boards))
     _evaluate_nodes(trees, games, np.zeros(len(boards), dtype=np.int64), evaluate)
@@ -103,11 +106,11 @@ Path = list[tuple[Ints, Ints, Ints]]
 
 
 def _descend(trees: Trees) -> Path:
-    """Follow the best moves down to a move that was never tried, or to a decided position."""
+    """Follow the moves with the highest score to a move that has not been tried, or to a finished game."""
     games = np.arange(len(trees.sizes))
     nodes = np.zeros(len(games), dtype=np.int64)
     path: Path = []
-    # All games descend together. A game leaves the loop when it reaches its leaf.
+    # All games descend at the same time. A game is dropped from the arrays when it reaches its leaf.
     while len(games):
         moves = _choose(trees, games, nodes)
         path.append((games, nodes, moves))
@@ -122,7 +125,7 @@ def _choose(trees: Trees, games: Ints, nodes: Ints) -> Ints:
     visits = trees.visits[games, nodes]
     guess = np.maximum(trees.values[games, nodes] - _FIRST_PLAY_REDUCTION, 0)[:, None]
     value = np.where(visits > 0, trees.wins[games, nodes] / np.maximum(visits, 1), guess)
-    # The + 1 lets the priors decide the first visit, when no move has been visited yet.
+    # Without + 1, the priors would have no influence on the first visit, when all counts are 0.
     visit_term = np.sqrt(visits.sum(1, keepdims=True) + 1)
     score = value + _EXPLORATION * trees.priors[games, nodes] * visit_term / (1 + visits)
     is_occupied = trees.boards[games, nodes].reshape(len(games), -1) != 0
@@ -130,7 +133,7 @@ def _choose(trees: Trees, games: Ints, nodes: Ints) -> Ints:
 
 
 def _expand(trees: Trees, path: Path) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the leaf of each game, adding it if necessary, and whether it is new and undecided."""
+    """Add the leaf of each game if it does not exist. Return the leaves, and whether they must be evaluated."""
     num_games = len(trees.sizes)
     leaves = np.zeros(num_games, dtype=np.int64)
     is_new = np.zeros(num_games, dtype=bool)
@@ -143,7 +146,7 @@ def _expand(trees: Trees, path: Path) -> tuple[Ints, NDArray[np.bool_]]:
             continue
         after = place_stones(trees.boards[growing, parents], played)
         new = trees.add(growing, parents, played, flip_perspective(after))
-        # The move won the game, so the next mover has lost: the value of the node stays 0.
+        # If the move won the game, the next mover has lost, so the value of the node stays 0.
         trees.is_lost[growing, new] = mover_has_won(after)
         leaves[growing] = new
         is_new[growing] = ~trees.is_lost[growing, new]
@@ -157,7 +160,7 @@ def _evaluate_nodes(trees: Trees, games: Ints, nodes: Ints, evaluate: Evaluator)
 
 
 def _back_up(trees: Trees, path: Path, values: Floats) -> None:
-    """Add the value of each leaf to the moves that led to it, from the perspective of each mover."""
+    """Add the value of each leaf to the moves that led to it, from the perspective of the player who made the move."""
     length = np.zeros(len(values), dtype=np.int64)
     for games, _, _ in path:
         length[games] += 1
@@ -169,10 +172,10 @@ def _back_up(trees: Trees, path: Path, values: Floats) -> None:
 
 
 def add_noise(trees: Trees, options: SearchOptions, draw: np.random.Generator) -> None:
-    """Mix Dirichlet noise into the priors of the roots, so that self-play tries moves with a low prior."""
+    """Mix Dirichlet noise into the priors of the roots, so that self-play tries moves with low priors."""
     is_legal = trees.boards[:, 0].reshape(len(trees.sizes), -1) == 0
     concentration = _NOISE_CONCENTRATION / is_legal.sum(1, keepdims=True)
-    # Normalized gamma draws are a Dirichlet draw. Illegal moves get a valid dummy shape and are masked.
+    # Normalized gamma samples are a Dirichlet sample. Illegal moves get a valid dummy shape parameter and are masked.
     noise = draw.gamma(np.where(is_legal, concentration, 1.0)) * is_legal
     noise /= np.maximum(noise.sum(1, keepdims=True), 1e-30)
     trees.priors[:, 0] = (1 - options.noise_fraction) * trees.priors[:, 0] + options.noise_fraction * noise

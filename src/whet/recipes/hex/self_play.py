@@ -1,4 +1,4 @@
-"""Self-play training: each generation plays, trains, and is gated against the champion."""
+"""Self-play training in generations: play games, train on them, and compare the net with the champion."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from whet.training.callbacks.event_log import EventHandler
 from whet.training.loop import TrainResult
 
 MAX_OPENING_STONES = 3
-"""Games start with 0 to 3 random stones, for variety."""
+"""Self-play games start with 0 to MAX_OPENING_STONES random stones, for variety."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +40,33 @@ class SelfPlayGames:
 
     boards: Boards
     shares: Floats
-    """(batch, cells): the fraction of visits of each move; all 0 after the end of a game."""
+    """(batch, cells): the fraction of the visits of each move. All are 0 in the final position of a game."""
     wins: NDArray[np.float32]
-    """(batch,): whether the mover won."""
+    """(batch,): 1 if the mover won the game, otherwise 0."""
     games: NDArray[np.int64]
-    """(batch,): the number of the game."""
+    """(batch,): the index of the game."""
 
     def __len__(self) -> int:
         return len(self.boards)
 
     @property
     def moves(self) -> Cells:
-        """(batch,): the most visited move; NO_MOVE after the end of a game."""
+        """The most visited moves, (batch,). NO_MOVE in the final position of a game."""
         return np.where(self.shares.max(1) > 0, self.shares.argmax(1), NO_MOVE)
 
 
 def play_self_games(player: SearchPlayer, *, size: int, num_games: int, free_moves: int, seed: int) -> SelfPlayGames:
-    """Play games in parallel. The first `free_moves` moves are sampled by visits; later moves are the most visited."""
+    """Let a player play games against itself, all in one batch.
+
+    The first `free_moves` moves are sampled by visit counts. Later moves are the most visited ones.
+    """
     draw = np.random.default_rng(seed)
     boards = np.concatenate(
         [random_boards(-(-num_games // 4), size=size, num_stones=n, draw=draw) for n in range(MAX_OPENING_STONES + 1)]
     )[:num_games]
     games, ply = np.arange(len(boards)), 0
     records: list[tuple[Boards, Floats, NDArray[np.int64]]] = []
-    # Whether the mover in the first position of each game wins.
+    # Whether the player who moves first after the opening wins.
     is_first_winner = np.zeros(len(boards), dtype=bool)
     plies = []
     while len(games):
@@ -78,12 +81,12 @@ def play_self_games(player: SearchPlayer, *, size: int, num_games: int, free_mov
         is_finished = mover_has_won(after)
         ply += 1
         if is_finished.any():
-            # Include the final position to train the value: its mover has lost.
+            # Include the final position, whose mover has lost, to train the value head.
             records.append(
                 (flip_perspective(after[is_finished]), np.zeros_like(shares[is_finished]), games[is_finished])
             )
             plies.append(np.full(int(is_finished.sum()), ply))
-            # The mover of the first position makes the moves 1, 3, 5, ...
+            # The player who moves first makes the odd moves: 1, 3, 5, ...
             is_first_winner[games[is_finished]] = ply % 2 == 1
         boards, games = flip_perspective(after[~is_finished]), games[~is_finished]
     numbers = np.concatenate([games for _, _, games in records])
@@ -105,17 +108,17 @@ def write_self_games(path: Path, played: SelfPlayGames) -> None:
 
 
 def read_self_games(path: Path) -> SelfPlayGames | None:
-    """Read games; return None if the file is missing or damaged. They are then played again, with the same result."""
+    """Read games. Return None if the file is missing or damaged: the same games can be played again."""
     arrays = read_arrays(path)
     return SelfPlayGames(**arrays) if arrays is not None and {*arrays} == {*_ARRAYS} else None
 
 
 _HELD_OUT_EVERY = 20
-"""Every 20th game is for val, and another one for test."""
+"""Of this many consecutive games, one is in the val split and one in the test split."""
 
 
 class GenerationRecipe(HexRecipe):
-    """The Hex recipe on self-play games. The policy target is the share of visits of each move."""
+    """The Hex recipe on self-play games. The policy target is the fraction of the visits of each move."""
 
     def __init__(self, played: Sequence[SelfPlayGames], *, size: int, fingerprint: str) -> None:
         self._played = played
@@ -147,16 +150,17 @@ def _concatenate(parts: list[Columns]) -> Columns:
 
 
 _NOISE_FRACTION = 0.25
-"""The weight of noise in the priors of the root, as in AlphaZero."""
+"""Weight of the Dirichlet noise in the priors of the root, as in AlphaZero."""
 _OPENING_STONES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfPlay:
-    """Self-play training in a folder, generation by generation.
+    """A self-play training run in a folder.
 
     Generation 0 trains on games of the two-distance player. Each later generation starts from the weights of the
-    champion, trains on the champion's recent self-play games, and becomes champion if it wins enough games against it.
+    champion, and trains on the self-play games of the latest generations. It becomes the champion if it wins enough
+    games against the previous one.
     """
 
     folder: Path
@@ -168,11 +172,11 @@ class SelfPlay:
 
     @property
     def config(self) -> HexConfig:
-        """The options of the run."""
+        """Options of the run."""
         return self.resolved.config
 
     def run(self) -> int:
-        """Run until all generations are finished or training is stopped; return the exit code."""
+        """Train until all generations are finished or a training run does not finish. Return the exit code."""
         self._check_openings()
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock.acquire(self.folder):
@@ -231,7 +235,7 @@ class SelfPlay:
         )
 
     def _games(self, number: int, state: SelfPlayState, device: AbstractDevice) -> SelfPlayGames:
-        """Read the games that the champion played for a generation; play them if they are missing."""
+        """Return the games that the champion plays for a generation. Play them if they are not on disk."""
         path = games_path(self.folder, number)
         games = read_self_games(path)
         if games is None:
@@ -247,14 +251,14 @@ class SelfPlay:
                 size=self.config.default_size,
                 num_games=loop.games,
                 free_moves=loop.free_moves,
-                # A large prime separates the seeds of generations, even for neighboring run seeds.
+                # The large factor keeps the seeds of all generations distinct, even for runs with adjacent seeds.
                 seed=self.config.seed + 1_000_003 * number,
             )
             write_self_games(path, games)
         return games
 
     def _train(self, recipe: HexRecipe, number: int, **changes: Any) -> TrainResult:
-        # Leave out the options of the loop, so that changing them does not prevent resuming a generation.
+        # Use the default options of the loop, so that changing them does not prevent resuming a generation.
         config = self.config.model_copy(update={**changes, "selfplay": False, "loop": SelfPlayOptions()})
         return train_recipe(
             recipe,
@@ -266,7 +270,7 @@ class SelfPlay:
         )
 
     def _gate(self, number: int, champion: int, device: AbstractDevice) -> Rating:
-        """Let a generation play against the champion, without noise."""
+        """Return the rating of a generation from a match against the champion, without noise."""
         players = [self._for_gate(self._net(generation, device)) for generation in (number, champion)]
         return rate(play_match(players[0], players[1], self._openings(number), seed=number).tolist())
 
@@ -279,7 +283,7 @@ class SelfPlay:
         )
 
     def _check_openings(self) -> None:
-        """Fail before training starts if a small board has too few openings for gate_games."""
+        """Raise UsageError before training starts if the board has too few openings for `gate_games`."""
         try:
             self._openings(1)
         except UsageError as error:

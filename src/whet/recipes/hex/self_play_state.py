@@ -1,7 +1,7 @@
-"""The state of a self-play run, written after each generation. A kill loses at most one generation.
+"""The state of a self-play run, written after each generation.
 
-`state.json` is the state. `games-NNN.npz` contains the self-play games for a generation, played by the previous
-champion, and `generation-NNN/` is the run that was trained on them. 000 is trained on games of the two-distance player.
+`state.json` holds the state. `games-NNN.npz` holds the self-play games for generation NNN, which the previous champion
+played, and `generation-NNN/` is the training run. Generation 000 is trained on games of the two-distance player.
 """
 
 from pathlib import Path
@@ -20,14 +20,14 @@ class Generation(FrozenModel):
     number: int
     num_positions: int
     win_rate: float | None = None
-    """The win rate against the previous champion; None for generation 0."""
+    """Win rate against the previous champion, or None for generation 0."""
     low: float | None = None
     high: float | None = None
     is_champion: bool
 
 
 class SelfPlayState(FrozenModel):
-    """The options and all finished generations."""
+    """The options of a self-play run, and its finished generations."""
 
     format: str = FORMAT
     config: dict[str, Any]
@@ -35,11 +35,11 @@ class SelfPlayState(FrozenModel):
 
     @property
     def champion(self) -> int | None:
-        """The number of the current champion; None before generation 0 is finished."""
+        """Number of the current champion, or None before generation 0 is finished."""
         return self.champion_before(len(self.generations))
 
     def champion_before(self, number: int) -> int | None:
-        """Return the number of the champion at the start of a generation."""
+        """Return the number of the generation that was champion when generation `number` started, or None."""
         return next((done.number for done in reversed(self.generations[:number]) if done.is_champion), None)
 
 
@@ -48,7 +48,7 @@ def run_path(folder: Path, number: int) -> Path:
 
 
 def games_path(folder: Path, number: int) -> Path:
-    """Return the file of the games for a generation."""
+    """Return the path of the self-play games for a generation."""
     return folder / f"games-{number:03d}.npz"
 
 
@@ -73,7 +73,7 @@ def write_state(folder: Path, state: SelfPlayState) -> None:
 
 
 def open_state(folder: Path, *, config: dict[str, Any]) -> SelfPlayState:
-    """Read the state of a folder, or create it. Raises an error if the folder was started with different options."""
+    """Read or create the state of a folder. Raise UsageError if the folder was started with different options."""
     if not is_selfplay(folder):
         durable.make_directory(folder)
         if any(not durable.is_leftover(path) and path.name != "lock" for path in folder.iterdir()):
@@ -82,7 +82,7 @@ def open_state(folder: Path, *, config: dict[str, Any]) -> SelfPlayState:
         write_state(folder, state)
         return state
     state = read_state(folder)
-    # The options of the loop may change: more generations extend a finished run.
+    # The options of the loop may change. For example, more generations extend a finished run.
     changed = [name for name, value in config.items() if name != "loop" and state.config.get(name, value) != value]
     if changed:
         raise UsageError(

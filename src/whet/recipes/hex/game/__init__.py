@@ -1,1 +1,1 @@
-"""The game of Hex: board, rules, records, players, and positions on disk. Uses only numpy."""
+"""The game of Hex: board, rules, records, players, and positions on disk. Requires only numpy."""

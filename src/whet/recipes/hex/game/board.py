@@ -1,11 +1,11 @@
-"""Boards of Hex: arrays (size, size) of int8. Blue connects top and bottom, red connects left and right."""
+"""Hex boards: int8 arrays of shape (size, size). Blue connects top and bottom, red connects left and right."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whet.base.errors import UsageError
 
-# Columns are named by the 26 letters of the alphabet.
+# Columns are named by letters, so a board has at most 26.
 MIN_SIZE, MAX_SIZE = 2, 26
 EMPTY, BLUE, RED = 0, 1, 2
 """The values of a cell. Blue moves first."""
@@ -15,13 +15,13 @@ NEIGHBORS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))
 
 Boards = NDArray[np.int8]
 Cells = NDArray[np.int64]
-"""Cell numbers, counted row by row: row * size + column."""
+"""Cell numbers in row-major order: row * size + column."""
 NO_MOVE, SWAP = -1, -2
-"""In lists of moves: NO_MOVE is padding, and SWAP is red taking over blue's first stone (`game.replay`)."""
+"""Special values in lists of moves. NO_MOVE is padding. With SWAP, red takes over blue's first stone (see `replay`)."""
 
 
 def check_size(size: int) -> int:
-    """Return the size if it is valid, otherwise raise an error."""
+    """Return the size if it is valid. Raise UsageError otherwise."""
     if not MIN_SIZE <= size <= MAX_SIZE:
         raise UsageError("no such board", got=f"size {size}", try_=f"{MIN_SIZE} to {MAX_SIZE}")
     return size
@@ -33,7 +33,7 @@ def other(color: int) -> int:
 
 
 def cell_name(cell: int, *, size: int) -> str:
-    """Return the name of a cell: a letter for the column and a number for the row, from the top left.
+    """Return the name of a cell: a letter for the column and a number for the row, counted from the top left.
 
     >>> cell_name(0, size=5), cell_name(5 * 3 + 2, size=5)
     ('a1', 'c4')
@@ -43,7 +43,7 @@ def cell_name(cell: int, *, size: int) -> str:
 
 
 def parse_cell(name: str, *, size: int) -> int:
-    """Return the number of a cell.
+    """Return the number of the cell with this name. Raise UsageError if there is none.
 
     >>> parse_cell("C4", size=5)
     17

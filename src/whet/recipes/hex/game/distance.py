@@ -1,11 +1,13 @@
 """Chains of stones and two-distances to the edges, for batches of boards.
 
-The two-distance is the one of Queenbee (van Rijswijck, 2002). An empty cell next to the edge has distance 1. Any other
-cell is one further than its second-nearest neighbor, because the opponent will block the nearest. A chain of the
-player's stones makes all cells around it neighbors, and a chain at the edge belongs to the edge.
+The two-distance comes from the program Queenbee (van Rijswijck, 2002). An empty cell next to the edge has distance 1.
+The distance of any other empty cell is one more than that of its second-nearest neighbor, because the opponent will
+block the nearest. All cells around a chain of the player's stones are neighbors of each other, and a chain that touches
+the edge is part of the edge.
 
-A cell is within k + 1 if two different neighbors are within k. A set contains two different cells if its smallest and
-largest cell numbers differ. Two maxima per cell and chain are therefore enough, for all boards at once.
+The distance of a cell is at most k + 1 if those of two different neighbors are at most k. A set contains two different
+cells if its smallest and largest cell numbers differ. Two maxima per cell and chain are therefore enough, and they are
+computed for all boards at once.
 """
 
 from dataclasses import dataclass
@@ -18,9 +20,9 @@ from whet.recipes.hex.game.board import BLUE, EMPTY, NEIGHBORS, RED, Boards
 
 
 def neighbor_max(values: NDArray[Any], join: np.ufunc = np.maximum) -> NDArray[Any]:
-    """Reduce the six neighbors of each cell with `join`; values are (..., row, column, board)."""
+    """Reduce the values of the six neighbors of each cell with `join`. Values are (..., row, column, board)."""
     size = values.shape[-2]
-    # The start value must be neutral: 0 for a maximum of non-negative numbers, the cell itself for a minimum.
+    # Start with a neutral value: 0 for the maximum of non-negative numbers, the cell's own value for the minimum.
     joined = values.copy() if join is np.minimum else np.zeros_like(values)
     for down, right in NEIGHBORS:
         to, of = _overlap(down, right, size), _overlap(-down, -right, size)
@@ -29,7 +31,7 @@ def neighbor_max(values: NDArray[Any], join: np.ufunc = np.maximum) -> NDArray[A
 
 
 def chain_labels(stones: NDArray[np.bool_]) -> NDArray[np.int16]:
-    """Label each stone with the smallest cell of its chain, (row, column, board); -1 without a stone."""
+    """Label each stone with the smallest cell number of its chain, (row, column, board). Other cells get -1."""
     size, _, batch = stones.shape
     no_stone = size * size
     numbers = np.arange(size * size, dtype=np.int16).reshape(size, size, 1)
@@ -37,7 +39,7 @@ def chain_labels(stones: NDArray[np.bool_]) -> NDArray[np.int16]:
     columns = np.arange(batch)
     while True:
         least = np.where(stones, neighbor_max(labels, np.minimum), np.int16(no_stone))
-        # Pointer jumping: taking the label of the label doubles the distance in each iteration.
+        # Pointer jumping: replacing each label by the label of that cell doubles the reach in each iteration.
         flat = np.concatenate([least.reshape(no_stone, batch), np.full((1, batch), no_stone, dtype=np.int16)])
         least = flat[flat[:-1], columns].reshape(labels.shape)
         if np.array_equal(least, labels):
@@ -46,7 +48,7 @@ def chain_labels(stones: NDArray[np.bool_]) -> NDArray[np.int16]:
 
 
 def _overlap(down: int, right: int, size: int) -> tuple[slice, slice]:
-    """Return the cells that have a neighbor at the offset (down, right)."""
+    """Return the slices of cells that have a neighbor at the offset (down, right)."""
     return _part(down, size), _part(right, size)
 
 
@@ -55,15 +57,16 @@ def _part(step: int, size: int) -> slice:
 
 
 _BOARDS_PER_PASS = 1024
+"""Number of boards processed at once, which bounds memory."""
 
 
 def unreachable(size: int) -> int:
-    """Return the distance that represents unreachable cells."""
+    """Return the distance that marks unreachable cells."""
     return 2 * size
 
 
 def edge_distances(boards: Boards) -> NDArray[np.int16]:
-    """Return distances to top and bottom (for blue), left and right (for red), as (4, batch, size, size)."""
+    """Return the two-distances to top and bottom (for blue), left and right (for red), as (4, batch, size, size)."""
     parts = [
         _edge_distances(boards[start : start + _BOARDS_PER_PASS]) for start in range(0, len(boards), _BOARDS_PER_PASS)
     ]
@@ -72,13 +75,13 @@ def edge_distances(boards: Boards) -> NDArray[np.int16]:
 
 def _edge_distances(boards: Boards) -> NDArray[np.int16]:
     size, batch = boards.shape[-1], len(boards)
-    # The board is the last axis, so that numpy handles one cell of all boards in a contiguous loop.
+    # The board is the last axis, so that numpy processes one cell of all boards in a contiguous loop.
     cells = np.ascontiguousarray(boards.transpose(1, 2, 0))
     transposed = cells.transpose(1, 0, 2)
     stones = np.concatenate([cells == BLUE, transposed == RED], axis=2)
     empty = np.concatenate([cells == EMPTY, transposed == EMPTY], axis=2)
     labels = chain_labels(stones)
-    # Rotating the board by 180 degrees gives the distance from the last row.
+    # The distance from the last row is the distance from the first row of the board rotated by 180 degrees.
     both_ways = [np.concatenate([array, array[::-1, ::-1]], axis=2) for array in (stones, empty, labels)]
     first, last = np.split(_distance_from_first_row(*both_ways), 2, axis=2)
     distances = np.stack([first, last[::-1, ::-1]]).reshape(2, size, size, 2, batch)
@@ -99,7 +102,7 @@ def _distance_from_first_row(
     is_near[0] = True
     new = is_near & empty
     remaining, level = empty & ~new, 1
-    # Use ascending and descending cell numbers: their maxima give the largest and the smallest cell.
+    # The maxima of ascending and descending cell numbers give the largest and the smallest cell.
     numbers = np.arange(1, size * size + 1, dtype=np.int16).reshape(1, size, size, 1)
     numbers = np.concatenate([numbers, numbers[:, ::-1, ::-1]])
     reached = numbers * new
@@ -108,7 +111,7 @@ def _distance_from_first_row(
         level += 1
         nearby = neighbor_max(reached)
         np.maximum(nearby, neighbor_max(groups.share(nearby)), out=nearby)
-        # The largest number and the mirrored smallest number add up to size^2 + 1 if they belong to the same cell.
+        # The two numbers of a cell add up to size^2 + 1. Any other sum means that the two maxima are different cells.
         new = remaining & (nearby[0] > 0) & (nearby[0] + nearby[1] != size * size + 1)
         remaining &= ~new
         reached += numbers * new
@@ -120,9 +123,11 @@ class _ChainIndex:
     """The stones of all boards, sorted by chain."""
 
     stones: NDArray[np.int64]
-    """Indices of the stones in the flat array."""
+    """Indices of the stones in the flattened (row, column, board) array."""
     begins: NDArray[np.int64]
+    """Position of the first stone of each chain in `stones`."""
     lengths: NDArray[np.int64]
+    """Number of stones of each chain."""
 
     @classmethod
     def of(cls, labels: NDArray[np.int16]) -> "_ChainIndex":
@@ -135,7 +140,10 @@ class _ChainIndex:
         return cls(stones[order], begins, np.diff(begins, append=len(stones)))
 
     def share(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the largest value of each chain on all of its stones, 0 elsewhere, (kinds, row, column, board)."""
+        """Set all stones of a chain to the largest value among them, and other cells to 0.
+
+        Values and result are (kinds, row, column, board).
+        """
         shared = np.zeros_like(values)
         if len(self.stones):
             for value, into in zip(values.reshape(len(values), -1), shared.reshape(len(values), -1), strict=True):

@@ -11,16 +11,18 @@ from whet.recipes.hex.game.rules import Positions, winners
 
 @dataclass(frozen=True, slots=True)
 class Game:
-    """The moves of a legal, possibly unfinished game. Create it with `replay` or `after`."""
+    """A legal, possibly unfinished game. Create it with `replay` or `after`."""
 
     size: int
     moves: tuple[int, ...] = ()
     cells: tuple[int, ...] = ()
-    """The board: EMPTY, BLUE or RED for each cell."""
+    """The board: EMPTY, BLUE or RED for each cell, row by row."""
     mover: int = BLUE
     winner: int = EMPTY
+    """BLUE or RED, or EMPTY while nobody has won."""
 
     def after(self, move: int) -> "Game":
+        """Return the game after one more move. Raise UsageError if it is illegal."""
         return replay((*self.moves, move), size=self.size)
 
     @property
@@ -36,7 +38,7 @@ class Game:
 
 
 def replay(moves: "tuple[int, ...] | list[int]", *, size: int) -> Game:
-    """Return the game after these moves. Raises an error for the first illegal move."""
+    """Return the game after these moves. Raise UsageError for the first illegal move."""
     check_size(size)
     cells, mover, problem = [EMPTY] * size**2, BLUE, ""
     boards: list[list[int]] = []
@@ -50,8 +52,8 @@ def replay(moves: "tuple[int, ...] | list[int]", *, size: int) -> Game:
         if problem:
             break
         if move == SWAP:
-            # The pieces are swapped, not the players: the stone is mirrored on the long diagonal and becomes red, so
-            # that its position relative to red's edges equals its former position relative to blue's edges.
+            # Swap pieces, not players: mirror the stone on the main diagonal and make it red, so that its position
+            # relative to red's edges equals its former position relative to blue's edges.
             row, column = divmod(moves[0], size)
             cells = [EMPTY] * size**2
             cells[column * size + row] = RED

@@ -1,4 +1,4 @@
-"""Training games on disk: arrays with a hash, splits, and the folder that `whet data hex` writes."""
+"""Training games on disk: array files with a hash, splits, and the folder that `whet data hex` writes."""
 
 import hashlib
 import io
@@ -30,7 +30,7 @@ _HINT = "whet data hex FILE --out DIR"
 
 
 def encode_arrays(arrays: Arrays) -> bytes:
-    """Return the content of a file with arrays and their hash."""
+    """Return the bytes of an .npz file that contains the arrays and their SHA-256 hash."""
     buffer = io.BytesIO()
     with_digest: Any = {**arrays, _DIGEST: np.array(_digest(arrays))}
     np.savez_compressed(buffer, **with_digest)
@@ -38,7 +38,7 @@ def encode_arrays(arrays: Arrays) -> bytes:
 
 
 def read_arrays(path: Path) -> Arrays | None:
-    """Read a file of `encode_arrays`; return None if it is missing or damaged."""
+    """Read a file written from `encode_arrays`. Return None if it is missing or damaged."""
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -72,7 +72,7 @@ def game_keys(games: Games, *, seed: int) -> list[bytes]:
 
 
 def split_of(keys: list[bytes], *, val_share: float, test_share: float) -> NDArray[np.uint8]:
-    """Return the index of the split of each game, (games,)."""
+    """Return the index in SPLITS of each game, (games,). It depends only on the key of the game."""
     draws = np.frombuffer(b"".join(keys), dtype="<u8")[::2] / 2.0**64
     return np.select([draws < val_share, draws < val_share + test_share], [1, 2], default=0).astype(np.uint8)
 
@@ -91,19 +91,19 @@ class GameManifest(FrozenModel):
     format: str = FORMAT
     size: int
     size_source: str
-    """A description of how the size was determined."""
+    """Description of how the size was determined."""
     seed: int
     val_share: float
     test_share: float
     source: str
     orientation: Orientation
     num_read: int
-    """The number of games in the records, valid or not."""
+    """Number of games in the records, valid or not."""
     num_won_by_blue: int
     num_unconfirmed: int = 0
-    """Games whose winner is recorded, but not shown by the stones. Duplicates count."""
+    """Number of games whose winner is recorded, but not shown by the stones. Duplicates are included."""
     repeated: int
-    """The number of skipped duplicates, including games rotated by 180 degrees."""
+    """Number of skipped duplicates. A game rotated by 180 degrees is a duplicate."""
     rejected: dict[str, int]
     rejected_examples: dict[str, list[str]]
     splits: dict[str, SplitCounts]
@@ -133,11 +133,11 @@ class GameFolder:
     manifest: GameManifest
     splits: dict[str, Games]
     fingerprint: str
-    """A hash that identifies the games and their splits."""
+    """Hash that identifies the games and their splits."""
 
     @classmethod
     def read(cls, folder: Path) -> "GameFolder":
-        """Read a folder, and check its hash and its games."""
+        """Read a folder and check its hash, games and splits. Raise WhetError if it is damaged."""
         manifest, arrays = read_manifest(folder), read_arrays(folder / GAMES)
         if arrays is None or {*arrays} != {"moves", "winners", "split"}:
             raise _damaged(folder, "missing, or its hash does not match its content")

@@ -11,7 +11,7 @@ from whet.recipes.hex.game.players import Player, draw_moves
 from whet.recipes.hex.game.rules import Colors, Positions, legal, play, start, winners
 
 _GAMES_PER_PASS = 256
-"""Bounds memory: while games are unrolled, every position has a copy of all moves of its game."""
+"""Number of games unrolled at once. It bounds memory, because every position then has a copy of its game's moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,16 @@ class Games:
 
     size: int
     moves: NDArray[np.int16]
-    """(games, longest): cells, or SWAP as the second move; NO_MOVE after the end."""
+    """(games, longest): cells, or SWAP as the second move. NO_MOVE after the end."""
     winners: Colors
-    """(games,): the winner of each game; EMPTY if unknown."""
+    """(games,): the winner of each game, or EMPTY if unknown."""
 
     def __len__(self) -> int:
         return len(self.moves)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """(games,): the number of moves of each game."""
+        """Number of moves of each game, (games,)."""
         return (self.moves != NO_MOVE).sum(axis=1)
 
     def take(self, index: "NDArray[np.int64] | NDArray[np.bool_] | slice") -> "Games":
@@ -45,7 +45,7 @@ class Samples:
 
     positions: Positions
     moves: Cells
-    """(batch,): the cell played; NO_MOVE at the end of a game and for a swap."""
+    """(batch,): the cell played, or NO_MOVE at the end of a game and for a swap."""
     results: NDArray[np.float32]
     """(batch,): 1 if the mover won the game, otherwise 0."""
 
@@ -58,9 +58,9 @@ class Verdict:
     """The result of replaying games."""
 
     is_legal: NDArray[np.bool_]
-    """(games,): true if moves are on empty cells, a swap is only the second move, and only the last move wins."""
+    """(games,): true if all moves are on empty cells, only the second move is a swap, and only the last move wins."""
     winners: Colors
-    """(games,): the winner by connection at the end of the game."""
+    """(games,): the player who has connected their edges at the end of the game, or EMPTY."""
 
 
 def as_moves(lists: Sequence[Sequence[int]]) -> NDArray[np.int16]:
@@ -73,7 +73,7 @@ def as_moves(lists: Sequence[Sequence[int]]) -> NDArray[np.int16]:
 
 
 def judge_games(moves: NDArray[np.int16], *, size: int) -> Verdict:
-    """Replay all games at once."""
+    """Replay all games, (games, longest), at once. Return their legality and winners."""
     is_swap = moves == SWAP
     is_valid = ((moves >= NO_MOVE) & (moves < size * size)) | is_swap
     is_valid[:, :1] &= ~is_swap[:, :1]
@@ -84,13 +84,13 @@ def judge_games(moves: NDArray[np.int16], *, size: int) -> Verdict:
     final = _Stones.of(moves, lengths, size=size)
     ordered = np.sort(final.cells, axis=1)
     is_legal &= ~((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_MOVE)).any(axis=1)
-    # Stones are never removed, so an earlier winner is still the winner just before the last move.
+    # Stones are never removed, so checking the position before the last move finds any earlier winner.
     is_legal &= winners(_Stones.of(moves, lengths - 1, size=size).boards(size)) == EMPTY
     return Verdict(is_legal, np.where(is_legal, winners(final.boards(size)), np.int8(EMPTY)))
 
 
 def join_games(parts: Sequence[Games]) -> Games:
-    """Return all games of several batches of one size, at least one."""
+    """Concatenate one or more batches of games on boards of one size."""
     longest = max(part.moves.shape[1] for part in parts)
     moves = [
         np.pad(part.moves, ((0, 0), (0, longest - part.moves.shape[1])), constant_values=NO_MOVE) for part in parts
@@ -99,7 +99,7 @@ def join_games(parts: Sequence[Games]) -> Games:
 
 
 def unroll(games: Games) -> Samples:
-    """Return all positions of all games in order, including the final ones without a move."""
+    """Return all positions of all games in order, including the final positions, which have no move."""
     starts = range(0, max(1, len(games)), _GAMES_PER_PASS)
     parts = [_unroll(games.take(slice(start, start + _GAMES_PER_PASS))) for start in starts]
     boards, movers, moves, results = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
@@ -124,8 +124,9 @@ class _Stones:
     """The stones after some moves of each game."""
 
     cells: NDArray[np.int16]
-    """(games, longest): the cell of the stone of each move; NO_MOVE for later moves and for a swap."""
+    """(games, longest): the cell of the stone of each move, or NO_MOVE for later moves and for a swap."""
     colors: NDArray[np.int8]
+    """(games, longest): the color of the stone of each move."""
 
     @classmethod
     def of(cls, moves: NDArray[np.int16], counts: NDArray[np.int64], *, size: int) -> "_Stones":
@@ -155,15 +156,15 @@ class Noise:
     """Randomness that makes the games of a deterministic player differ."""
 
     random_opening: int = 1
-    """The number of uniformly random moves at the start."""
+    """Number of uniformly random moves at the start."""
     epsilon: float = 0.05
-    """The probability of a uniformly random move after the opening."""
+    """Probability of a uniformly random move after the opening."""
     temperature: float = 0.5
-    """The temperature of sampling from the policy for all other moves; 0 selects the best move."""
+    """Temperature for sampling all other moves from the policy. 0 selects the best move."""
 
 
 def play_games(player: Player, *, size: int, count: int, seed: int, noise: Noise | None = None) -> Games:
-    """Let a player play complete games against itself. The result depends only on the seed and the count."""
+    """Let a player play complete games against itself. The games are deterministic for the same arguments."""
     noise = noise or Noise()
     parts = [
         _play_in_step(player, size, min(_GAMES_IN_STEP, count - begin), np.random.default_rng([seed, begin]), noise)

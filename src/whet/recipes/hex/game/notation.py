@@ -1,10 +1,12 @@
-"""Read games as text, one per line, and write HexWorld links:
+"""Read games from text, one per line, and write HexWorld links.
 
-    trmph     #13,a4g7f8           with or without an address before it; optionally a winner after it (1, 2, blue, red)
+These notations are read:
+
+    trmph     #13,a4g7f8           with or without a URL before it, and optionally a winner after it (1, 2, blue, red)
     hexworld  #13c1,a4:sg7:rb      :s swaps pieces; :rb and :rw (:fb, :fw): the first or second player resigned
-    plain     a4 swap g7           separated by blanks or commas
+    plain     a4 swap g7           separated by whitespace or commas
 
-The first player connects top and bottom; `records` detects files in which it is the other way around.
+The first player is expected to connect top and bottom. `records` detects files in which the edges are exchanged.
 """
 
 import re
@@ -22,7 +24,7 @@ _NUMBER = re.compile(r"(?<![a-z0-9])\d+\.")
 _WINNERS = {"1": BLUE, "b": BLUE, "blue": BLUE, "2": RED, "r": RED, "red": RED}
 _COLUMNS, _ROWS = "abcdefghijklmnopqrstuvwxyz", range(1, MAX_SIZE + 1)
 _NAMES = {f"{column}{row:0{digits}}": f"{column}{row}" for column in _COLUMNS for row in _ROWS for digits in (1, 2)}
-"""Maps all spellings of a move to its canonical name."""
+"""Maps each spelling of a move to its canonical name."""
 _MIN_SIZES = {name: max(ord(name[0]) - ord("a") + 1, int(name[1:])) for name in _NAMES.values()}
 _NAMES |= {"swap": "swap", "swap-pieces": "swap"}
 _MIN_SIZES |= {"swap": 0}
@@ -31,22 +33,22 @@ _RESIGNED = {":rb": RED, ":fb": RED, ":rw": BLUE, ":fw": BLUE}
 
 @dataclass(frozen=True, slots=True)
 class GameRecord:
-    """A game as recorded, before it is replayed."""
+    """A recorded game that has not been validated."""
 
     names: tuple[str, ...]
     """Cells, or "swap"."""
     size: int | None = None
-    """The board size; None if the record does not contain it."""
+    """Board size, or None if the record does not contain it."""
     winner: int = EMPTY
-    """BLUE (the first player) or RED; EMPTY if not recorded."""
+    """BLUE (the first player) or RED, or EMPTY if not recorded."""
 
     @property
     def min_size(self) -> int:
-        """The smallest board that contains all moves."""
+        """Size of the smallest board that contains all moves."""
         return max([_MIN_SIZES[name] for name in self.names], default=0)
 
     def outside(self, size: int) -> str | None:
-        """Return the first move that is not on a board of this size; None if all are."""
+        """Return the first move that is not on a board of this size, or None."""
         return next((name for name in self.names if _MIN_SIZES[name] > size), None)
 
     def moves(self, size: int) -> tuple[int, ...]:
@@ -61,7 +63,7 @@ def _numbers(size: int) -> dict[str, int]:
 
 
 def read_game(line: str) -> GameRecord:
-    """Parse a line.
+    """Parse the game on a line. Raise UsageError if it cannot be read.
 
     >>> read_game("https://trmph.com/hex/board#5,a1b2c3 1").names
     ('a1', 'b2', 'c3')

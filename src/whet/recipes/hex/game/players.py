@@ -1,4 +1,4 @@
-"""The player interface, and players without a net: random and two-distance."""
+"""Interface of players, and the players without a net: random and two-distance."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,14 +22,14 @@ class Analysis:
 
 
 class Player(Protocol):
-    """The interface of all players. Analyses are deterministic."""
+    """Interface of players. Analyses are deterministic."""
 
     @property
     def name(self) -> str:
-        """The displayed name: `random`, `two-distance`, the name of a run."""
+        """Displayed name, such as `random`, `two-distance` or the name of a run."""
 
     def analyze(self, positions: Positions) -> Analysis:
-        """Evaluate positions of unfinished games."""
+        """Evaluate positions. The games must not be finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class RandomPlayer:
 
 
 def best_moves(policy: NDArray[np.float32]) -> Cells:
-    """Return the most probable moves, (batch,). The first of equal moves is chosen."""
+    """Return the most probable moves, (batch,). Among equal moves, choose the first."""
     return policy.argmax(axis=1).astype(np.int64)
 
 
 def draw_moves(policy: NDArray[np.float32], generator: np.random.Generator, *, temperature: float = 1.0) -> Cells:
-    """Sample moves from a policy, (batch,). A lower temperature favors better moves; 0 selects the best."""
+    """Sample moves from a policy, (batch,). Lower temperatures favor better moves, and 0 selects the best."""
     if temperature <= 0:
         return best_moves(policy)
     with np.errstate(divide="ignore"):
@@ -60,20 +60,20 @@ def draw_moves(policy: NDArray[np.float32], generator: np.random.Generator, *, t
 
 
 _WINNING = 2
-"""The potential of a cell that is next to both edges."""
+"""Potential (sum of the distances to both edges) of a winning move."""
 _SHARPNESS, _TEMPO, _STEEPNESS = 0.5, 1.0, 0.3
-"""Fitted to 13x13 games: a move that is better by one is e ** _SHARPNESS times as probable, and the value is a logistic
-function of the difference of potentials."""
+"""Parameters fitted to 13x13 games. A move whose score is better by 1 is e ** _SHARPNESS times as probable, and the
+value is a logistic function of the difference between the players' smallest potentials."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwoDistancePlayer:
-    """Plays where the two-distances to the edges are smallest for both players."""
+    """Prefers cells with small two-distances to the edges for both players."""
 
     name: str = "two-distance"
 
     def analyze(self, positions: Positions) -> Analysis:
-        # Moves that win immediately come first, then moves that prevent an immediate win of the opponent.
+        # Moves that win immediately come first, followed by moves that prevent an immediate win of the opponent.
         own, opponent = potentials(positions)
         wins, must = own == _WINNING, opponent == _WINNING
         score = -(own + opponent) + 1000.0 * must + 1_000_000.0 * wins
@@ -87,7 +87,7 @@ class TwoDistancePlayer:
 
 
 def potentials(positions: Positions) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-    """Return the sums of distances to both edges for the mover and the opponent, (batch, cells) each."""
+    """Return the sums of the two-distances to both edges for the mover and the opponent, each (batch, cells)."""
     top, bottom, left, right = edge_distances(positions.boards).reshape(4, len(positions), -1)
     blue, red = top + bottom, left + right
     is_blue = (positions.movers == BLUE)[:, None]
@@ -96,4 +96,4 @@ def potentials(positions: Positions) -> tuple[NDArray[np.int16], NDArray[np.int1
 
 NETLESS_PLAYERS: dict[str, Player] = {"random": RandomPlayer(), "two-distance": TwoDistancePlayer()}
 PLAYABLE_SIZES = tuple(range(3, 20))
-"""The board sizes that users can choose from."""
+"""Board sizes that users can choose from."""

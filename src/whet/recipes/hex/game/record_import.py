@@ -1,4 +1,4 @@
-"""`whet data hex`: import recorded games into a folder to train from."""
+"""`whet data hex`: import recorded games into a folder for training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,25 +25,28 @@ from whet.recipes.hex.game.records import Edges, Orientation, RejectedGames, ope
 from whet.run import durable, strict_json
 
 Progress = Callable[[int], None]
-"""Called with the number of games read so far."""
+"""Callback that receives the number of games read so far."""
 _MAX_REJECTED_SHARE = 0.1
 
 
 class ImportOptions(FrozenModel):
     size: int | None = Field(default=None, ge=MIN_SIZE, le=MAX_SIZE)
     first: Edges | None = None
-    """The edges that the first player connects. Default: inferred from the games."""
+    """The edges that the first player connects, or None to infer them from the games."""
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     val_share: float = Field(default=0.05, ge=0, le=0.5)
     test_share: float = Field(default=0.05, ge=0, le=0.5)
     max_bad: int | None = Field(default=None, ge=0)
-    """The number of invalid games to skip; more are an error. Default: one tenth of the games."""
+    """Maximum number of invalid games, or None for a tenth of the games. More raise WhetError."""
 
 
 def import_records(
     path: Path, *, into: Path | None, options: ImportOptions | None = None, progress: Progress | None = None
 ) -> GameManifest:
-    """Import a file or folder of games into the new folder `into`. Without `into`, only report on the games."""
+    """Import a file or folder of games into the new folder `into`, and return its manifest.
+
+    If `into` is None, write nothing.
+    """
     options = options or ImportOptions()
     source = open_records(path, size=options.size, first=options.first)
     if into is not None and into.exists() and (not into.is_dir() or any(into.iterdir())):
@@ -115,7 +118,7 @@ def _check_rejected(
 
 
 def import_lines(manifest: GameManifest) -> list[str]:
-    """Return the report of `whet data hex`."""
+    """Return the lines that `whet data hex` prints."""
     num_games = sum(split.games for split in manifest.splits.values())
     blue, recorded = manifest.num_won_by_blue, manifest.num_unconfirmed
     unconfirmed = f"; {recorded:,} by the record alone: the stones do not show it" if recorded else ""

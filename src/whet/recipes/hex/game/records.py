@@ -1,4 +1,4 @@
-"""Read recorded games from files: board size, orientation and defects."""
+"""Read recorded games from files. Infer their board size and orientation, and reject invalid games."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,20 +19,21 @@ from whet.run.disk import open_regular_file
 
 
 class Orientation(FrozenModel):
-    """The edges that the first player connects in a file, inferred by replaying the games both ways."""
+    """The edges that the first player connects in recorded games, and the evidence from replaying them both ways."""
 
     is_mirrored: bool
-    """Whether the first player connects left and right. Rows and columns are then exchanged when reading."""
+    """Whether the first player connects left and right. Rows and columns are then exchanged during reading."""
     num_complete: int
-    """The number of games that are won by their last stone with this orientation."""
+    """Number of sampled games that are won by their last stone in this orientation."""
     num_complete_otherwise: int
+    """Number of sampled games that are won by their last stone in the other orientation."""
     num_sampled: int
     is_given: bool = False
-    """Whether the user has named the edges."""
+    """Whether the user has specified the edges."""
 
     @property
     def is_clear(self) -> bool:
-        """Whether the games show the edges: at least twice as many end this way as the other."""
+        """Whether at least twice as many games are complete in this orientation as in the other."""
         return self.num_complete > 0 and self.num_complete >= 2 * self.num_complete_otherwise
 
     def summary(self) -> str:
@@ -47,9 +48,9 @@ Edges = Literal["top-bottom", "left-right"]
 
 
 def find_orientation(games: Sequence[Sequence[int]], *, size: int, first: Edges | None = None) -> Orientation:
-    """Return the orientation in which more games are legal and won by their last stone; the usual one if equal.
+    """Return the orientation in which more games are legal and won by their last stone.
 
-    `first` names the edges of the first player. The games are counted all the same.
+    If both are equal, the first player connects top and bottom. `first` overrides the orientation, but not the counts.
     """
     moves = as_moves(games)
     usual, other = (
@@ -67,12 +68,12 @@ def find_orientation(games: Sequence[Sequence[int]], *, size: int, first: Edges 
 
 
 def _num_complete(verdict: Verdict) -> int:
-    """Count the games that were played to their end."""
+    """Return the number of games that are legal and won on the board."""
     return int((verdict.is_legal & (verdict.winners != EMPTY)).sum())
 
 
 def orient_moves(moves: NDArray[np.int16], *, size: int, is_mirrored: bool) -> NDArray[np.int16]:
-    """Return the moves such that the first player connects top and bottom. A swap stays a swap."""
+    """Mirror the moves if needed, so that the first player connects top and bottom. Keep NO_MOVE and SWAP."""
     is_cell = (moves >= 0) & (moves < size * size)
     if not is_mirrored:
         return moves
@@ -81,7 +82,7 @@ def orient_moves(moves: NDArray[np.int16], *, size: int, is_mirrored: bool) -> N
 
 SUFFIXES = (".trmph", ".txt", ".dat", ".hex")
 _GAMES_PER_BATCH = 1024
-# The number of games that are replayed to determine the orientation.
+# Number of games that are replayed to determine the orientation.
 _NUM_SAMPLED = 2000
 _MAX_EXAMPLES = 5
 REASONS = {
@@ -95,15 +96,15 @@ REASONS = {
 
 @dataclass
 class RejectedGames:
-    """Counts rejected games by reason, with a few examples."""
+    """Numbers of rejected games by reason, with a few examples."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     num_unconfirmed: int = 0
-    """Games that are accepted, although only the record names their winner: the stones do not show it."""
+    """Number of accepted games whose winner is recorded, but not shown by the stones."""
 
     def add(self, kind: str, where: str) -> None:
-        """Count a rejected game."""
+        """Count a game that was rejected for the reason `kind`. Keep its location as an example."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         examples = self.examples.setdefault(kind, [])
         if len(examples) < _MAX_EXAMPLES:
@@ -124,7 +125,7 @@ class RejectedGames:
 
 @dataclass(frozen=True)
 class RecordFiles:
-    """Files of games with their board size and orientation."""
+    """Files of recorded games, and the board size and orientation of the games."""
 
     files: tuple[Path, ...]
     size: int
@@ -132,7 +133,7 @@ class RecordFiles:
     orientation: Orientation
 
     def games(self, rejected: RejectedGames) -> Iterator[Games]:
-        """Yield the valid games in order, in batches. Count all other games in `rejected`."""
+        """Yield the valid games in batches, in order. Count all other games in `rejected`."""
         batch: list[tuple[str, GameRecord]] = []
         for where, line in _lines(self.files):
             try:
@@ -175,16 +176,16 @@ class RecordFiles:
 
 
 def _repeated_cell(game: GameRecord) -> str:
-    """Return the first cell that is played twice, in brackets; empty if there is none."""
+    """Return the first cell that is played twice, in parentheses, or an empty string."""
     cells = [name for name in game.names if name != "swap"]
     repeated = next((name for index, name in enumerate(cells) if name in cells[:index]), None)
     return f" ({repeated} twice)" if repeated else ""
 
 
 def open_records(path: Path, *, size: int | None = None, first: Edges | None = None) -> RecordFiles:
-    """Open a file, or all files of a folder, and determine board size and orientation.
+    """Read a file or a folder of records to determine the board size and the orientation.
 
-    Raises UsageError if the games do not show which edges the first player connects, unless `first` names them.
+    Raise UsageError if the games do not show which edges the first player connects and `first` is None.
     """
     files = _files(path)
     size, size_source = (check_size(size), "as given") if size else _find_size(files)
@@ -197,7 +198,7 @@ def open_records(path: Path, *, size: int | None = None, first: Edges | None = N
         if len(sample) == _NUM_SAMPLED:
             break
     orientation = find_orientation(sample, size=size, first=first)
-    # If most games have neither an end nor a recorded winner, they are rejected for that reason.
+    # If most games have no winner, leave it to the import to reject them as unfinished.
     has_winners = 2 * max(orientation.num_complete, num_recorded) >= max(1, len(sample))
     if first is None and not orientation.is_clear and has_winners:
         raise UsageError(
@@ -210,7 +211,10 @@ def open_records(path: Path, *, size: int | None = None, first: Edges | None = N
 
 
 def _find_size(files: tuple[Path, ...]) -> tuple[int, str]:
-    """Return the size stated by the first record that has one, else the smallest size that contains all moves."""
+    """Return the board size and its source.
+
+    The size is that of the first record that has one, or else the smallest size that contains all moves.
+    """
     largest, num_games = 0, 0
     for _, game in _readable(files):
         if game.size is not None:
@@ -222,7 +226,7 @@ def _find_size(files: tuple[Path, ...]) -> tuple[int, str]:
 
 
 def _first_problem(files: tuple[Path, ...]) -> str:
-    """Return the first line that is not a game, with the word that cannot be read."""
+    """Describe the first line that is not a game, with the text that cannot be parsed."""
     for where, line in _lines(files):
         try:
             read_game(line)
@@ -251,7 +255,7 @@ def _files(path: Path) -> tuple[Path, ...]:
 
 
 def _lines(files: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-    """Yield lines with file and line number, without empty lines and comments. Very long lines are truncated."""
+    """Yield the location (file:line) and text of each line. Skip empty lines and comments, and truncate long lines."""
     for path in files:
         with open_regular_file(path, follows_links=True) as file:
             number = 0

@@ -1,4 +1,4 @@
-"""Rules of Hex for batches of boards of one size: legal moves and winners."""
+"""The rules of Hex for batches of boards of one size: legal moves and winners."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ Colors = NDArray[np.int8]
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Boards and their movers. After a swap, the stones alone do not determine the mover."""
+    """A batch of boards and the players to move. After a swap, the stones alone do not determine the mover."""
 
     boards: Boards
     """(batch, size, size): EMPTY, BLUE, RED."""
@@ -23,7 +23,7 @@ class Positions:
 
     @property
     def size(self) -> int:
-        """The number of cells along a side."""
+        """Number of cells along a side."""
         return int(self.boards.shape[-1])
 
     def __len__(self) -> int:
@@ -40,7 +40,7 @@ def start(batch: int, *, size: int) -> Positions:
 
 
 def legal(boards: Boards) -> NDArray[np.bool_]:
-    """Return the legal moves of unfinished games, (batch, cells)."""
+    """Return which moves are legal, (batch, cells). The games must not be finished."""
     return np.asarray(boards == EMPTY).reshape(len(boards), boards.shape[-1] ** 2)
 
 
@@ -53,11 +53,11 @@ def play(positions: Positions, moves: Cells) -> Positions:
 
 # --- Winners ----------------------------------------------------------------------------------------------------------
 #
-# Flood fill from one edge. A board row is one machine word and the rows of all boards are contiguous, so one numpy call
-# advances thousands of boards. Sweep down and up until nothing changes; decided boards are dropped early.
+# Flood fill from one edge. A row of a board is one machine word, and the same row of all boards is contiguous, so one
+# numpy call processes thousands of boards. Sweep down and up until nothing changes. Drop decided boards early.
 
 _BOARDS_PER_PASS = 16_384
-"""The number of boards that fit into the cache of a core."""
+"""Number of boards processed at once. They fit into the cache of a core."""
 
 Words = NDArray[Any]
 """(rows, boards) of uint16 or uint32; bit c is column c."""
@@ -70,7 +70,7 @@ def winners(boards: Boards) -> NDArray[np.int8]:
         chunk = boards[begin : begin + _BOARDS_PER_PASS]
         part = result[begin : begin + _BOARDS_PER_PASS]
         size = chunk.shape[-1]
-        # Put cells first, so that one cell of all boards is contiguous in memory.
+        # Make cells the first axis, so that one cell of all boards is contiguous in memory.
         cells = np.ascontiguousarray(chunk.reshape(len(chunk), -1).T).view(np.uint8).reshape(size, size, len(chunk))
         part[connects(_pack_rows(cells >> 1, by_column=True))] = RED
         part[connects(_pack_rows(cells & 1, by_column=False))] = BLUE
@@ -87,7 +87,7 @@ def connects(stones: Words) -> NDArray[np.bool_]:
     while True:
         for row in range(1, size):
             above = reached[row - 1]
-            # A cell has two neighbors in the row above, at the same column and the next, hence the shift by one bit.
+            # A cell has two neighbors in the row above, in the same column and in the next, hence the shift by one bit.
             reached[row] = _fill(stones[row], (above | (above >> 1) | reached[row]) & stones[row], size=size)
         is_connected = reached[-1] != 0
         connected[active[is_connected]] = True
@@ -98,17 +98,17 @@ def connects(stones: Words) -> NDArray[np.bool_]:
         is_active = (reached != before).any(axis=0) & ~is_connected
         if not is_active.any():
             return connected
-        # Compacting the arrays costs a copy, so do it only if many boards are decided.
+        # Compacting the arrays costs a copy, so do it only if many boards are finished.
         if is_active.mean() < 0.7:
             active, stones, reached = active[is_active], stones[:, is_active], reached[:, is_active]
 
 
 def _fill(stones: Words, seeds: Words, *, size: int) -> Words:
     """Return all stones of a row that are in an unbroken line with a seed. Seeds must be stones."""
-    # Toward higher bits: the carry of an addition propagates from the lowest seed of a line to its end.
+    # Fill toward higher bits: the carry of an addition propagates from the lowest seed of a line to its end.
     filled = stones & (~(stones + seeds) | seeds)
     lines, shift = stones.copy(), 1
-    while True:  # Toward lower bits, doubling the distance each time.
+    while True:  # Fill toward lower bits, doubling the distance in each iteration.
         filled |= lines & (filled >> shift)
         shift *= 2
         if shift >= size:
@@ -117,9 +117,9 @@ def _fill(stones: Words, seeds: Words, *, size: int) -> Words:
 
 
 def _pack_rows(stones: NDArray[Any], *, by_column: bool) -> Words:
-    """Pack zeros and ones, (row, column, board), into one word per row, or per column (the board as red sees it)."""
+    """Pack zeros and ones, (row, column, board), into one word per row, or per column, which transposes the board."""
     size, _, count = stones.shape
-    # A carry out of the word is harmless, so 16 columns fit into 16 bits.
+    # A carry out of the word does no harm, so 16 columns fit into 16 bits.
     words: Words = np.zeros((size, count), dtype=np.uint16 if size <= 16 else np.uint32)
     for bit in range(size - 1, -1, -1):
         words <<= 1
@@ -129,26 +129,26 @@ def _pack_rows(stones: NDArray[Any], *, by_column: bool) -> Words:
 
 # --- The mover's perspective -----------------------------------------------------------------------------------------
 #
-# Nets and searches see every board as if blue were to move: boards with red to move are mirrored and their colors
-# swapped. Of the four symmetries of the game only the rotation by 180 degrees is then left to learn.
+# Nets and searches get every board as if blue were to move: if red is to move, the board is mirrored and its colors are
+# swapped. Of the four symmetries of the game, only the rotation by 180 degrees then remains to be learned.
 
 _SWAPPED_COLORS = np.array([EMPTY, RED, BLUE], dtype=np.int8)
 
 
 def place_stones(boards: Boards, moves: Cells) -> Boards:
-    """Return copies with a stone of the mover placed on each, in the same perspective."""
+    """Return copies of the boards with one more stone of the mover. The perspective does not change."""
     after = boards.copy()
     after.reshape(len(after), after.shape[-1] ** 2)[np.arange(len(after)), moves] = BLUE
     return after
 
 
 def flip_perspective(boards: Boards) -> Boards:
-    """Return the boards in the opponent's perspective."""
+    """Return the boards from the opponent's perspective."""
     return _SWAPPED_COLORS[boards.transpose(0, 2, 1)]
 
 
 def mover_has_won(boards: Boards) -> NDArray[np.bool_]:
-    """Return whether the player whose perspective a board has is the winner, (batch,)."""
+    """Return whether the player from whose perspective the board is given has won, (batch,)."""
     return np.asarray(winners(boards) == BLUE)
 
 

@@ -1,7 +1,7 @@
-"""The four symmetries of Hex: identity, rotation by 180 degrees, and reflection on each diagonal.
+"""The four symmetries of Hex: identity, rotation by 180 degrees, and reflection across each diagonal.
 
-A reflection exchanges the edges, so it also exchanges the colors of the stones and the mover. The mover's chances do
-not change.
+A reflection exchanges the edges, so it also exchanges the colors of the stones and of the mover. The mover's chance of
+winning does not change.
 """
 
 from functools import cache
@@ -14,13 +14,13 @@ from whet.recipes.hex.game.board import BLUE, EMPTY, RED, Cells
 from whet.recipes.hex.game.rules import Positions
 
 IDENTITY, TURNED, MIRRORED, MIRRORED_TURNED = range(4)
-"""MIRRORED reflects on the diagonal from a1, MIRRORED_TURNED on the other diagonal."""
+"""MIRRORED reflects across the diagonal through a1, MIRRORED_TURNED across the other diagonal."""
 SYMMETRIES = (IDENTITY, TURNED, MIRRORED, MIRRORED_TURNED)
-"""Each is its own inverse, and the composition of i and j is i ^ j."""
+"""All symmetries. Each is its own inverse, and the composition of i and j is i ^ j."""
 
 T = TypeVar("T", bound=np.generic)
 Symmetries = int | NDArray[np.int64]
-"""One symmetry for all positions, or one for each position."""
+"""One symmetry for all positions, or one per position."""
 
 
 @cache
@@ -34,7 +34,7 @@ def cell_maps(size: int) -> NDArray[np.int64]:
 
 
 def transform(positions: Positions, symmetry: Symmetries) -> Positions:
-    """Apply a symmetry to positions."""
+    """Apply symmetries to positions."""
     which = _each(symmetry, len(positions))
     size = positions.size
     cells = transform_policy(positions.boards.reshape(len(positions), size**2), symmetry, size=size)
@@ -46,21 +46,21 @@ def transform(positions: Positions, symmetry: Symmetries) -> Positions:
 
 
 def transform_moves(moves: Cells, symmetry: Symmetries, *, size: int) -> Cells:
-    """Apply a symmetry to moves, (batch,). Negative numbers (no move) do not change."""
+    """Apply symmetries to moves, (batch,). Negative values such as NO_MOVE do not change."""
     moves = np.asarray(moves)
     moved = cell_maps(size)[_each(symmetry, len(moves)), np.maximum(moves, 0)]
     return np.where(moves < 0, moves, moved)
 
 
 def transform_policy(policy: NDArray[T], symmetry: Symmetries, *, size: int) -> NDArray[T]:
-    """Apply a symmetry to values per cell, (batch, cells)."""
-    # Gather instead of scatter: each symmetry is its own inverse, so the image of a cell is also the source of its
-    # value.
+    """Apply symmetries to values per cell, (batch, cells)."""
+    # A gather can replace the scatter: each symmetry is its own inverse, so the image of a cell is also the source of
+    # its value.
     return np.take_along_axis(policy, cell_maps(size)[_each(symmetry, len(policy))], axis=1)
 
 
 def mover_view(positions: Positions) -> tuple[Positions, NDArray[np.int64]]:
-    """Return the positions with blue to move, and the symmetry applied to each (its own inverse)."""
+    """Transform positions so that blue is to move. Return them and the symmetry applied to each, its own inverse."""
     symmetry = np.where(positions.movers == RED, MIRRORED, IDENTITY).astype(np.int64)
     return transform(positions, symmetry), symmetry
 

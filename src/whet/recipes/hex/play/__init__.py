@@ -1,1 +1,1 @@
-"""Play Hex against a player on a web page."""
+"""A web page for playing Hex against a player."""

@@ -1,7 +1,7 @@
-"""The web page of a game and its API.
+"""The web page for playing Hex, and its HTTP API.
 
-GET /api/about                          {"player", "sizes": [...], "size", "color"}
-GET /api/game?size=&moves=&seed=        the game after these moves, with the player's reply (`view.GameView`)
+GET /api/about                      {"player", "sizes": [...], "size", "color"}
+GET /api/game?size=&moves=&seed=    the game after these moves, with the player's reply (`view.GameView`)
 """
 
 import asyncio
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 PAGE = "play.html"
-# Every cell, and a swap.
+# One move per cell of the largest board, and a swap.
 _MAX_MOVES = MAX_SIZE**2 + 1
 
 
 class PlayRoutes:
-    """The request handlers for one player."""
+    """Request handlers of the page for one player."""
 
     def __init__(self, player: Player, *, sizes: Sequence[int], size: int, color: str) -> None:
         self._player, self._sizes = player, tuple(sizes)
         self._about = {"player": player.name, "sizes": list(sizes), "size": size, "color": color}
         self._files = page_files() | page_files(STATIC)
-        # One request at a time, because a search uses the whole machine.
+        # Analyze one position at a time, because a search uses the whole machine.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="player")
 
     def routes(self) -> list["BaseRoute"]:
@@ -123,7 +123,7 @@ def serve_game(
     on_ready: Callable[[RunningServer], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> int:
-    """Serve the page until a signal arrives; return the exit code."""
+    """Serve the page until a signal arrives. Return the exit code."""
     require_libraries()
     if size not in sizes:
         raise UsageError(f"{player.name} does not play on this board", got=f"{size}x{size}", try_=str(list(sizes)))

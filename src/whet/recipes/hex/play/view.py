@@ -1,4 +1,4 @@
-"""The state of a game as shown to the user: the board, hints, and the player's reply."""
+"""The state of a game as the page shows it: the board, suggested moves, and the player's reply."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from whet.recipes.hex.game.rules import Positions
 
 _NUM_SUGGESTIONS = 5
 _VARIED_PLIES, _VARIATION = 3, 0.25
-"""The first moves of a player are sampled with this temperature, so that games differ."""
+"""In the first three plies, replies are sampled from the policy with temperature 0.25, so that games differ."""
 
 
 class Suggestion(FrozenModel):
-    """A move and its probability in the player's policy."""
+    """A move, and its probability in the player's policy."""
 
     cell: int
     name: str
@@ -28,31 +28,33 @@ class Suggestion(FrozenModel):
 
 
 class GameView(FrozenModel):
+    """The response of `/api/game`."""
+
     size: int
     cells: tuple[int, ...]
-    """The cells row by row: 0 empty, 1 blue, 2 red."""
+    """The cells, row by row: 0 is empty, 1 blue, 2 red."""
     moves: tuple[str, ...]
-    """The names of the cells played, or "swap"."""
+    """The moves as names of cells, or "swap"."""
     mover: str
     winner: str | None
     may_swap: bool
     last: int | None
-    """The cell of the last stone."""
+    """The cell of the last stone, or None on an empty board."""
     chain: tuple[int, ...]
-    """The cells of the winning chain."""
+    """The cells of the winning chain, or empty while nobody has won."""
     blue_wins: float
     """The player's estimate of the probability that blue wins."""
     suggestions: tuple[Suggestion, ...]
     """Suggested moves, best first."""
     reply: str | None
-    """The player's move: the name of a cell, or "swap"."""
+    """The player's move as the name of a cell or "swap", or None if the game is over."""
     record: str
     """A HexWorld link to the game."""
     player: str
 
 
 def view_game(player: Player, moves: Sequence[int], *, size: int, seed: int = 0) -> GameView:
-    """Return the game after some moves. Raises an error for an illegal move."""
+    """Return the view of the game after these moves. Raise UsageError for an illegal move."""
     game = replay(tuple(moves), size=size)
     common = {
         "size": size,
@@ -85,14 +87,14 @@ def view_game(player: Player, moves: Sequence[int], *, size: int, seed: int = 0)
 
 
 def _reply(player: Player, game: Game, policy: NDArray[np.float32], value: float, seed: int) -> int:
-    """Return the player's move: a swap if that is better, a sampled move early in the game, else the best move."""
+    """Return the player's move: a swap if that is better, a sampled move early in the game, or else the best move."""
     if game.may_swap:
         swapped = player.analyze(game.after(SWAP).position)
         if 1 - float(swapped.value[0]) > value:
             return SWAP
     if len(game.moves) >= _VARIED_PLIES:
         return int(best_moves(policy)[0])
-    # The draw depends only on the game and the seed, so that repeated requests give the same move.
+    # The random generator depends only on the moves and the seed, so that repeated requests give the same reply.
     digest = hashlib.sha256(repr((seed, game.moves)).encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
     return int(draw_moves(policy, generator, temperature=_VARIATION)[0])
@@ -109,7 +111,7 @@ def _last(game: Game) -> int | None:
 
 
 def _chain(game: Game) -> tuple[int, ...]:
-    """Return the chain that connects the winner's edges."""
+    """Return the cells of the chain that connects the winner's edges."""
     position: Positions = game.position
     board = position.boards[0] if game.winner == BLUE else position.boards[0].T
     labels = chain_labels(np.ascontiguousarray(board == game.winner)[..., None])[..., 0]
