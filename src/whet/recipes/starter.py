@@ -1,6 +1,6 @@
-"""A recipe of your own. It trains as it is: `whet plan FILE`, `whet train FILE`, `whet train FILE lr=1e-2 epochs=5`.
+"""A recipe to adapt. It runs without changes: `whet plan FILE`, `whet train FILE`, `whet train FILE lr=1e-2 epochs=5`.
 
-whet calls the methods below and does everything else: device, micro-batches, checkpoints, resuming, reports.
+whet calls the methods below. It handles devices, micro-batches, checkpoints, resuming and reports.
 """
 
 import torch
@@ -12,9 +12,9 @@ from whet.recipes.recipe import Recipe
 
 
 class Config(CommonConfig):
-    """The options, in addition to those that every recipe has (docs/keys.md).
+    """Options of this recipe, in addition to those that every recipe has (docs/keys.md).
 
-    whet handles most of those; `data`, `data_paths` and `dropout` have an effect only if your methods use them.
+    whet handles most of those, but `data`, `data_paths` and `dropout` have an effect only if your methods use them.
     """
 
     defaults = {"epochs": 5, "lr": 1e-2}
@@ -45,7 +45,7 @@ class MyRecipe(Recipe):
         return nn.Sequential(nn.Linear(2, config.hidden_size), nn.Tanh(), nn.Linear(config.hidden_size, 2))
 
     def loss(self, model, micro):
-        """The mean over the samples of a micro-batch; or a pair (sum, weight), for a mean over tokens."""
+        """Return the mean over the samples of a micro-batch, or a pair (sum, weight) for a mean over tokens."""
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
     def evaluate(self, model, micro_batches):

@@ -1,10 +1,13 @@
-"""Puzzles: `whet train puzzle`, a tiny recursive model.
+"""The puzzle recipe: train a tiny recursive model with `whet train puzzle`.
 
 recipe      the recipe, which connects the modules below
-config      options and the workload they describe
-sudoku      solver, generator and symmetries
-data        the three splits: generated, from files, or a folder of the official implementation
-slots       each place of the batch keeps its puzzle until the model halts it
+config      options, and the workload that they describe
+sudoku      solver, generator and symmetries of Sudokus
+data        the three splits: generated, from files, or from a folder of the official implementation
+builders    such folders, built from CSV and ARC files
+slots       puzzles and states that stay in the batch until the model halts them
 model       the network, its loss, and the official names of its weights
 evaluation  metrics and predictions
+arc         votes of the predictions for ARC tasks
+official    import of official checkpoints
 """

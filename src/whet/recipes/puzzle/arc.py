@@ -1,7 +1,8 @@
-"""ARC: the predictions for the augmented copies of a task are undone, and vote for its solution. No torch.
+"""Evaluation of ARC: predictions for the augmented copies of a task vote for its solution. Does not import torch.
 
-The rule is that of the official evaluator: predictions are ranked by their votes, then by their mean probability of
-being correct, and pass@K counts the test inputs whose solution is among the first K.
+The rule is that of the official evaluator. The augmentation of each prediction is undone. Predictions are ranked by
+number of votes, then by their mean probability of being correct. pass@K is the fraction of test inputs whose solution
+is among the first K.
 """
 
 import json
@@ -16,21 +17,22 @@ import numpy as np
 from whet.recipes.puzzle.builders import ARC_SIDE, arc_grid, grid_hash, inverse_augmentation
 
 PASS_K = (1, 2, 5, 10, 100, 1000)
-"""The numbers of allowed answers that the official evaluator reports."""
+"""Values of K for which the official evaluator reports pass@K."""
 _FIRST_COLOR, _LAST_COLOR = 2, 11
+"""Tokens of the first and the last color."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArcTasks:
-    """The names of the puzzle vectors, and the test pairs of the held-out tasks."""
+    """The names of all puzzle embeddings, and the test pairs of the held-out tasks."""
 
     names: tuple[str, ...]
     tests: dict[str, tuple[tuple[str, str], ...]]
-    """The hashes of input and solution of each test pair, by task."""
+    """Hashes of the input and the solution of each test pair, by task."""
 
     @classmethod
     def read(cls, folder: Path) -> "ArcTasks | None":
-        """Read the tasks of a folder. Return None if it has none, as those of Sudokus and mazes."""
+        """Read the tasks of a puzzle folder. Return None if it has none, as for Sudokus and mazes."""
         tests_file = folder / "test_puzzles.json"
         if not tests_file.is_file():
             return None
@@ -54,16 +56,16 @@ class ArcVotes:
         self._probabilities: defaultdict[str, defaultdict[str, defaultdict[str, list[float]]]] = defaultdict(
             lambda: defaultdict(lambda: defaultdict(list))
         )
-        """The probabilities that a solution is correct, one for each vote: by task, input and solution."""
+        """Probability of being correct of each vote, by task, input and solution."""
 
     def add(self, puzzles: Iterable[int], inputs: Any, predicted: Any, probabilities: Iterable[float]) -> None:
-        """Add predictions.
+        """Add the predictions for some rows.
 
         Args:
-            puzzles: The number of the puzzle vector of each row.
-            inputs: Tokens (rows, 900).
-            predicted: Tokens of the same shape.
-            probabilities: The predicted probability that all tokens are correct.
+            puzzles: Index of the puzzle embedding of each row.
+            inputs: Input tokens, (rows, 900).
+            predicted: Predicted tokens, (rows, 900).
+            probabilities: Predicted probability that all tokens of a row are correct.
         """
         for puzzle, given, solution, probability in zip(puzzles, inputs, predicted, probabilities, strict=True):
             task, undo = inverse_augmentation(self._tasks.names[puzzle])
@@ -71,7 +73,7 @@ class ArcVotes:
             votes[grid_hash(undo(crop(solution)))].append(probability)
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean of pass@K over the predicted tasks. A task with two test inputs counts each half."""
+        """Return the mean pass@K over the tasks that have predictions. The test inputs of a task are averaged first."""
         passed = np.zeros(len(PASS_K))
         tasks = [name for name in self._tasks.tests if name in self._probabilities]
         for name in tasks:
@@ -83,7 +85,7 @@ class ArcVotes:
 
 
 def _rank(votes: dict[str, list[float]], solution: str) -> int | None:
-    """Return the place of a solution, from 0; None if nothing voted for it."""
+    """Return the rank of a solution, counted from 0, or None if it has no votes."""
     ranked = sorted(
         votes, key=lambda answer: (len(votes[answer]), sum(votes[answer]) / len(votes[answer])), reverse=True
     )
@@ -91,12 +93,12 @@ def _rank(votes: dict[str, list[float]], solution: str) -> int | None:
 
 
 def crop(tokens: np.ndarray) -> np.ndarray:
-    """Return the colors of the largest rectangle at the top left that has nothing else in it."""
+    """Return the colors, 0 to 9, of the largest top-left rectangle of the canvas that contains only color tokens."""
     canvas = tokens.reshape(ARC_SIDE, ARC_SIDE)
     is_color = (canvas >= _FIRST_COLOR) & (canvas <= _LAST_COLOR)
-    # The width of the colors from the left, in every row down to this one.
+    # For each row: the number of leading columns that contain only colors in this row and all rows above.
     widths = np.minimum.accumulate(is_color.cumprod(1).sum(1))
     height = int(np.argmax(widths * np.arange(1, ARC_SIDE + 1))) + 1
     colors: np.ndarray = (canvas[:height, : widths[height - 1]] - _FIRST_COLOR).astype(np.uint8)
-    # A canvas without any color has no rows either.
+    # Without any color, return shape (0, 0) instead of (1, 0).
     return colors if colors.size else colors[:0]

@@ -1,7 +1,8 @@
-"""Build puzzle folders in the official format from Sudoku and maze CSV files and from ARC JSON files. No torch.
+"""Build puzzle folders in the official format from Sudoku and maze CSV files and from ARC JSON files.
 
-With the same input and seed, the arrays are those of the official builders: random numbers are drawn in the same order
-from NumPy's legacy generator, which the ARC builder seeds with 42. The official Sudoku and maze builders set no seed.
+With the same input and seed, the arrays equal those of the official builders: random numbers are drawn in the same
+order from NumPy's legacy generator. The official ARC builder uses the seed 42, and those of Sudokus and mazes set none.
+This module does not import torch.
 """
 
 import csv
@@ -36,25 +37,28 @@ _DIHEDRAL: tuple[Callable[[Grid], Grid], ...] = (
     lambda grid: grid.T,
     lambda grid: np.fliplr(np.rot90(grid, k=1)),
 )
-"""The symmetries of a square, in the order of the official implementation."""
+"""The eight symmetries of a square, in the order of the official implementation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What is drawn and augmented."""
+    """Options for selecting and augmenting puzzles."""
 
     augment: int | None = None
-    """Augmented copies of each training puzzle. None: 1000 for ARC, else 0; mazes have 7 or none."""
+    """Number of augmented copies of each training puzzle, or None for the default: 1000 for ARC, otherwise 0.
+
+    Mazes have 7 copies for any number above 0.
+    """
     subsample: int | None = None
-    """Training puzzles to keep; None for all. Not for ARC."""
+    """Number of training puzzles to keep, or None for all. Not used for ARC."""
     min_difficulty: int | None = None
-    """The least rating of a Sudoku."""
+    """Minimum value of the column `rating`, or None for no limit. Not used for ARC."""
     seed: int = 42
 
 
 @dataclass(kw_only=True)
 class _Split:
-    """The rows of a split, in the order of puzzles and groups."""
+    """Rows of a split. The rows of a puzzle are consecutive, and so are the puzzles of a group."""
 
     inputs: list[np.ndarray] = field(default_factory=list)
     labels: list[np.ndarray] = field(default_factory=list)
@@ -80,12 +84,12 @@ class _Built:
     splits: dict[str, _Split]
     num_tokens: int
     names: list[str]
-    """The name of each puzzle vector. The first is blank."""
+    """Name of each puzzle embedding. The first one is `<blank>`."""
     test_puzzles: dict[str, Any] | None = None
 
 
 def build_folder(source: Path, out: Path, options: BuildOptions) -> dict[str, Any]:
-    """Build the folder `out`, complete or not at all, and return a summary."""
+    """Build the folder `out` atomically, and return a summary."""
     if out.exists():
         raise UsageError("the folder already exists", got=str(out), try_="another --out DIR")
     rng = np.random.RandomState(options.seed)
@@ -173,7 +177,10 @@ def _build_sudoku(rows: dict[str, list[tuple[str, str]]], options: BuildOptions,
 
 
 def _shuffle_sudoku(pair: Pair, rng: np.random.RandomState) -> Pair:
-    """Rename digits, transpose or not, and permute bands, rows, stacks and columns. The draws are in official order."""
+    """Apply a random symmetry: rename digits, maybe transpose, and permute bands, rows, stacks and columns.
+
+    Random numbers are drawn in the order of the official implementation.
+    """
     side = len(pair[0])
     box = round(side**0.5)
     digits = np.pad(rng.permutation(np.arange(1, side + 1)), (1, 0))
@@ -209,11 +216,11 @@ def _build_maze(rows: dict[str, list[tuple[str, str]]], options: BuildOptions, r
 
 
 def _build_arc(challenges: list[Path], options: BuildOptions, rng: np.random.RandomState) -> _Built:
-    """Build ARC puzzles: the examples of every task train, and the test pairs of evaluation tasks are held out."""
+    """Build ARC puzzles. The test pairs of evaluation tasks are the test split, and all other pairs the train split."""
     augment = 1000 if options.augment is None else options.augment
     groups: dict[str, list[list[tuple[str, list[Pair]]]]] = {}
     test_puzzles: dict[str, Any] = {}
-    # Training tasks first. The official command names the subsets, usually in this order.
+    # Read the training tasks first, because the official commands list the subsets in this order.
     for path in sorted(challenges, key=lambda path: ("training" not in path.name, path.name)):
         is_held_out = "evaluation" in path.name or len(challenges) == 1
         tasks = list(_read_tasks(path).items())
@@ -262,7 +269,7 @@ def _read_tasks(path: Path) -> dict[str, Any]:
 
 
 def arc_grid(cells: list[list[int]]) -> Grid:
-    """Return an ARC grid as an array."""
+    """Convert an ARC grid to a uint8 array. Raise UsageError if it is not valid."""
     grid = np.array(cells)
     if grid.ndim != 2 or max(grid.shape) > ARC_SIDE or grid.min() < 0 or grid.max() > 9:
         raise UsageError(
@@ -274,7 +281,7 @@ def arc_grid(cells: list[list[int]]) -> Grid:
 def _augmented(
     name: str, task: dict[str, Any], *, augment: int, is_held_out: bool, rng: np.random.RandomState
 ) -> list[tuple[str, dict[str, list[Pair]]]]:
-    """Return the task and its distinct augmented copies, each with a name that says how it was made."""
+    """Return the task and up to `augment` distinct augmented copies. Their names describe the augmentation."""
     original: dict[str, list[Pair]] = {split: [] for split in _arc_splits(is_held_out=is_held_out)}
     for part, examples in task.items():
         destination = "test" if part == "test" and is_held_out else "train"
@@ -299,7 +306,7 @@ def _augmented(
 
 
 def inverse_augmentation(name: str) -> tuple[str, Callable[[Grid], Grid]]:
-    """Return the original name of an augmented task, and the function that undoes the augmentation of a grid."""
+    """Return the original name of an augmented task, and a function that undoes the augmentation of a grid."""
     original, *how = name.split(ARC_SEPARATOR)
     if not how:
         return name, lambda grid: grid
@@ -308,7 +315,7 @@ def inverse_augmentation(name: str) -> tuple[str, Callable[[Grid], Grid]]:
 
 
 def grid_hash(grid: Grid) -> str:
-    """Return a hash of the shape and the cells of a uint8 grid."""
+    """Return a SHA-256 hash of the shape and the cells of a uint8 grid."""
     return hashlib.sha256(bytes(grid.shape) + grid.tobytes()).hexdigest()
 
 
@@ -318,7 +325,10 @@ def _task_hash(pairs: dict[str, list[Pair]]) -> str:
 
 
 def _place(pair: Pair, *, is_moved: bool, rng: np.random.RandomState) -> Pair:
-    """Put both grids on the canvas: 0 is padding, 1 ends rows and columns, and k + 2 is the color k."""
+    """Place both grids on canvases at the same random offset if `is_moved`, else at the top left.
+
+    Token 0 is padding, 1 marks the ends of rows and columns, and k + 2 is the color k.
+    """
     top, left = 0, 0
     if is_moved:
         heights, widths = zip(*(grid.shape for grid in pair), strict=True)
@@ -343,7 +353,7 @@ def _place(pair: Pair, *, is_moved: bool, rng: np.random.RandomState) -> Pair:
 def _write(folder: Path, built: _Built, *, kind: Kind) -> None:
     for name, split in built.splits.items():
         (folder / name).mkdir()
-        # As the official builders count: mazes and Sudokus have one example in each of their puzzles.
+        # Count like the official builders: for mazes and Sudokus, they report one puzzle with one example per group.
         num_puzzles = len(split.identifiers) if kind == "arc" else len(split.group_ends) - 1
         info = {
             "pad_id": 0,
@@ -377,7 +387,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def summary_lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
-    """Format the summary of a build."""
+    """Yield the lines that describe the summary of a build."""
     counts = ", ".join(
         f"{name} {summary[f'{name}_examples']:,} examples of {summary[f'{name}_groups']:,} puzzles"
         for name in _SPLITS

@@ -1,4 +1,4 @@
-"""Options of the puzzle recipe and the workload they describe. No torch."""
+"""Options of the puzzle recipe, and the workload that they describe. Does not import torch."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from whet.plan.workload import OPTIMIZER_BYTES, Workload
 TRAIN_GRIDS_4X4 = 200
 PUZZLES_PER_GRID = 32
 NUM_HELD_OUT = 256
-"""The number of generated puzzles for validation, and the same number for test."""
+"""Number of generated puzzles in the val split, and in the test split."""
 
 _SMALL_ARCH = {
     "hidden_size": 64,
@@ -25,13 +25,13 @@ _SMALL_ARCH = {
     "puzzle_emb_len": 1,
 }
 _SMALL = {"global_batch_size": 64, "lr": 1e-3, "warmup_steps": 100, "weight_decay": 0.1, "epochs": 6, "blanks": 10}
-"""Defaults for 4x4, which train in minutes on a CPU."""
+"""Defaults for 4x4 Sudokus. Training takes minutes on a CPU."""
 _LARGE = {"global_batch_size": 768, "lr": 1e-4, "warmup_steps": 2000, "weight_decay": 1.0, "epochs": 60, "blanks": 50}
-"""Defaults for 9x9: the settings of the official implementation for Sudoku."""
+"""Defaults for 9x9 Sudokus and given data: the settings of the official implementation for Sudokus."""
 
 
 class PuzzleArch(BaseModel):
-    """Sizes of the recursive model, under the names of the official implementation."""
+    """Architecture options of the recursive model, with the names of the official implementation."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,14 +82,14 @@ class PuzzleArch(BaseModel):
 
     @property
     def puzzle_width(self) -> int:
-        """The size of the embedding of a puzzle."""
+        """Size of the embedding of a puzzle. 0 if puzzles have none."""
         if self.puzzle_emb_ndim != "auto":
             return self.puzzle_emb_ndim
         return self.hidden_size if self.puzzle_emb_len else 0
 
 
 class PuzzleConfig(CommonConfig):
-    """Puzzles: the common options and the options of the generator and the model."""
+    """Options of the puzzle recipe: the common options, and those of the data and the model."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "global_batch_size": 64,
@@ -159,29 +159,32 @@ class PuzzleConfig(CommonConfig):
 
     @property
     def num_generated(self) -> int:
-        """The number of generated training Sudokus, without augmented copies."""
+        """Number of generated training Sudokus, without augmented copies."""
         if self.puzzles != "auto":
             return self.puzzles
         return TRAIN_GRIDS_4X4 * PUZZLES_PER_GRID if self.size == 4 else 1_000
 
 
 class Sizes(BaseModel):
-    """The sizes of a model that are determined by the data."""
+    """Sizes of a model that are determined by the data."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True)
 
     num_tokens: int
+    """Vocabulary size."""
     length: int
+    """Number of tokens of a puzzle."""
     num_puzzles: int
+    """Number of puzzle embeddings."""
 
 
 def generated_sizes(config: PuzzleConfig) -> Sizes:
-    """Return the sizes of generated Sudokus. Tokens are padding, blank and digits; all puzzles share one embedding."""
+    """Return the sizes for generated Sudokus. Tokens are padding, blank and digits. All puzzles share one embedding."""
     return Sizes(num_tokens=config.size + 2, length=config.size**2, num_puzzles=1)
 
 
 def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int | None = None) -> Workload:
-    """Describe the workload of a config. The size of user data is unknown until the data is read."""
+    """Return the workload of a config. For user data, `sizes` and `num_samples` are None until the data is read."""
     for path in config.paths:
         if not path.exists():
             raise UsageError("the data does not exist", got=f"data={path}", try_="a file or folder that exists")
@@ -203,7 +206,7 @@ def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int 
 
 
 def _cost(arch: PuzzleArch, sizes: Sizes) -> dict[str, float | int]:
-    """Return the operations, bytes and operators of a step: every cycle runs, the last one with gradients."""
+    """Return the FLOPs per sample, moved bytes and operators of a step. Only the last cycle has a backward pass."""
     width, positions = arch.hidden_size, arch.puzzle_emb_len + sizes.length
     if arch.mlp_t:
         mixer = 2 * _feed_forward(positions, arch) * width
@@ -214,7 +217,7 @@ def _cost(arch: PuzzleArch, sizes: Sizes) -> dict[str, float | int]:
     applications = arch.H_cycles * with_gradient
     return {
         "flops_per_sample": float(block * (applications + 2 * with_gradient)),
-        # As for the chat model: 16 times the width and 5 times the inner width of a block, in float32.
+        # As for the chat model: float32 values of 16 times the width and 5 times the inner width per block.
         "moved_bytes": 4 * positions * with_gradient * (16 * width + 5 * _feed_forward(width, arch) // (3 * width)),
         "num_operators": 20 * applications + 40 * with_gradient + 100,
     }

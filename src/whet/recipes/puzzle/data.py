@@ -27,12 +27,12 @@ _SIDE_OF_LENGTH = {16: 4, 81: 9}
 _SUDOKU_SUFFIXES = (".txt", ".csv")
 _HELD_OUT_DIVISOR = 10
 _MAX_TOKENS = 30_000
-"""The limit of the vocabulary, because tokens are stored as int16."""
+"""Maximum vocabulary size. Tokens are stored as int16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PuzzleData:
-    """Three splits as tensors, and the model sizes that they determine."""
+    """The three splits as tensors, and the model sizes that they determine."""
 
     train: dict[str, Tensor]
     val: dict[str, Tensor]
@@ -40,12 +40,12 @@ class PuzzleData:
     sizes: Sizes
     is_sudoku: bool
     arc: ArcTasks | None = None
-    """The held-out tasks of ARC, if val and test are copies of them."""
+    """The held-out ARC tasks, if val and test contain copies of them."""
     notes: tuple[str, ...] = ()
 
 
 def read_data(config: PuzzleConfig) -> PuzzleData:
-    """Read or generate the data of a config. All random draws depend on its seed."""
+    """Read or generate the data of a config. All random draws depend only on its seed."""
     rng = np.random.default_rng(config.seed)
     if config.is_generated:
         return _generate(config, rng)
@@ -58,7 +58,7 @@ def read_data(config: PuzzleConfig) -> PuzzleData:
 
 
 def parse_sudoku(text: str) -> np.ndarray | None:
-    """Parse a Sudoku in one line: digits, and 0, . or _ for a blank. Return None if the text is not a Sudoku.
+    """Parse a Sudoku written in one line: digits, and 0, . or _ for a blank. Return None if it is not a Sudoku.
 
     >>> parse_sudoku("1.....2."), parse_sudoku("1... ..2. .3.. ...4".replace(" ", ""))[:4]
     (None, array([1, 0, 0, 0], dtype=int8))
@@ -73,15 +73,15 @@ def parse_sudoku(text: str) -> np.ndarray | None:
 def read_sudokus(paths: list[Path]) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Read and solve Sudokus from text files, one per line, and CSV files with a column `question`.
 
-    Returns distinct puzzles and their solutions (cells from 0 to 9), and notes. Puzzles without exactly one solution
-    are skipped and noted.
+    Return the distinct puzzles and their solutions, each (number, cells) with values 0 to 9, and notes for the user.
+    Puzzles without exactly one solution are skipped and reported in a note.
     """
     distinct: dict[bytes, tuple[str, np.ndarray]] = {}
     for path in paths:
         for text in _sudoku_texts(path):
             cells = parse_sudoku(text)
             if cells is not None:
-                # Use the cells as key, because the same Sudoku may be written with another character for a blank.
+                # Use the cells as the key, because the same Sudoku may be written with different blank characters.
                 distinct.setdefault(cells.tobytes(), (text, cells))
     texts, all_cells = [text for text, _ in distinct.values()], [cells for _, cells in distinct.values()]
     if len({len(cells) for cells in all_cells}) != 1:
@@ -141,11 +141,11 @@ def _from_files(paths: Sequence[Path], config: PuzzleConfig, rng: np.random.Gene
             got=f"augment={config.augment}",
             try_="augment=0",
         )
-    # Shuffle, then group equal solutions, so that no solution is in two splits.
+    # Shuffle, then make equal solutions adjacent, so that no solution is in two splits.
     order = rng.permutation(len(puzzles))
     order = order[_grouped_by_solution(solutions[order])]
     number = _num_held_out(len(puzzles), config)
-    # The option limits training puzzles; held-out puzzles come on top.
+    # The option limits only the training puzzles, so add the held-out ones.
     if config.puzzles != "auto":
         order = order[: config.puzzles + 2 * number]
     puzzles, solutions = puzzles[order], solutions[order]
@@ -153,18 +153,21 @@ def _from_files(paths: Sequence[Path], config: PuzzleConfig, rng: np.random.Gene
 
 
 def _grouped_by_solution(solutions: np.ndarray) -> np.ndarray:
-    """Return a stable order in which Sudokus with the same solution are adjacent."""
+    """Return a stable order, as indices, in which Sudokus with the same solution are adjacent."""
     _, first, grid = np.unique(solutions, axis=0, return_index=True, return_inverse=True)
     order: np.ndarray = np.argsort(first[grid.reshape(-1)], kind="stable")
     return order
 
 
 def _held_out_rows(solutions: np.ndarray, number: int) -> list[np.ndarray]:
-    """Return about `number` rows at the end for val, and as many for test. Each grid is in one split only."""
+    """Return the indices of about `number` rows at the end for val, and of as many for test.
+
+    Equal solutions must be adjacent. Each is in only one split.
+    """
     is_first = np.ones(len(solutions), bool)
     is_first[1:] = (solutions[1:] != solutions[:-1]).any(1)
     starts = np.flatnonzero(is_first)
-    # Move both boundaries back to the first row of a grid, so that no grid is split.
+    # Move both boundaries back to the first row of a solution, so that no solution is in two splits.
     begin, middle = (int(starts[starts <= len(solutions) - held_out].max()) for held_out in (2 * number, number))
     if middle == begin:
         begin = int(starts[starts < middle].max(initial=0))
@@ -188,6 +191,7 @@ def _sudoku_data(
 ) -> PuzzleData:
     """Augment the training split and convert cells to tokens: 0 is padding, 1 a blank, and k + 1 the digit k."""
     both = np.stack([puzzles, solutions])
+    # All rows before the first held-out row are training rows.
     train = both[:, : held_out[0][0]]
     # Augment only the training puzzles. A puzzle and its solution get the same symmetry.
     train = np.concatenate([train, *(shuffle_grids(train, rng) for _ in range(config.augment))], axis=1)
@@ -201,7 +205,7 @@ def _sudoku_data(
 
 
 def _num_held_out(number: int, config: PuzzleConfig) -> int:
-    """Return the number of rows for val, which is also the number for test."""
+    """Return the number of val rows, which is also the number of test rows. Raise UsageError if it is 0."""
     held_out = min(config.eval_puzzles, number // _HELD_OUT_DIVISOR)
     if not held_out:
         raise UsageError(
@@ -222,9 +226,9 @@ def _columns(inputs: np.ndarray, labels: np.ndarray, puzzles: np.ndarray) -> dic
 
 
 Rows = dict[str, np.ndarray]
-"""Rows of an official dataset: inputs, labels, the index of the embedding (puzzles) and the group of each row.
+"""Rows of an official dataset, with the columns inputs, labels, puzzles (index of the embedding) and groups.
 
-Rows of one group are augmented copies of one original.
+The rows of a group are augmented copies of the same original.
 """
 
 
@@ -233,7 +237,7 @@ def _at(rows: Rows, selected: np.ndarray) -> Rows:
 
 
 def is_official(folder: Path) -> bool:
-    """Return whether a folder was written by the official implementation."""
+    """Return whether a folder has the format of the official implementation."""
     return (folder / "train" / "dataset.json").is_file()
 
 
@@ -244,13 +248,13 @@ def _from_official(folder: Path, config: PuzzleConfig, rng: np.random.Generator)
     arc: ArcTasks | None = None
     notes: tuple[str, ...] = ()
     if test is None or len(test["groups"]) < 2:
-        # Hold out whole groups: a held-out puzzle must not have an augmented copy in the training split.
+        # Hold out whole groups, so that a held-out puzzle has no augmented copy in the training split.
         groups = rng.permutation(int(train["groups"].max(initial=0)) + 1)
         number = _num_held_out(len(groups), config)
         is_val, is_test = (np.isin(train["groups"], some) for some in (groups[:number], groups[number : 2 * number]))
         splits = [_at(train, ~is_val & ~is_test), _at(train, is_val), _at(train, is_test)]
     elif (arc := _read_tasks(folder, sizes)) is not None and len(np.unique(test["groups"])) > 1:
-        # Divide by task, because the copies of a task vote together.
+        # Keep all copies of a task in one split, because they vote together.
         parts = [_first_copies(_at(test, test["groups"] % 2 == half), config.eval_puzzles) for half in (0, 1)]
         splits = [train, *parts]
         notes = _copies_notes(test, parts)
@@ -277,21 +281,21 @@ def _read_tasks(folder: Path, sizes: Sizes) -> ArcTasks | None:
 
 
 def _first_copies(rows: Rows, limit: int) -> Rows:
-    """Return at most `limit` rows: of every group the same number of augmented copies, the original first."""
+    """Return at most `limit` rows: the first N copies of every group, starting with the original, for the same N."""
     puzzles, groups = rows["puzzles"], rows["groups"]
     is_next = np.ones(len(groups), bool)
     is_next[1:] = (puzzles[1:] != puzzles[:-1]) | (groups[1:] != groups[:-1])
     copies = is_next.cumsum()
     _, first, group = np.unique(groups, return_index=True, return_inverse=True)
     copies -= copies[first][group]
-    # How many rows are left if this copy is the last one that is kept.
+    # Number of rows that remain if the copies 0 to i of every group are kept.
     sizes = np.bincount(copies).cumsum()
     num_copies = max(1, int((sizes <= limit).sum()))
     return _at(rows, np.flatnonzero(copies < num_copies)[:limit])
 
 
 def _copies_notes(test: Rows, parts: list[Rows]) -> tuple[str, ...]:
-    """Report that only some of the augmented copies vote."""
+    """Return a note if only some of the test rows are used for voting."""
     groups = test["groups"]
     used = sum(len(part["groups"]) for part in parts)
     if used == len(groups):
@@ -301,9 +305,9 @@ def _copies_notes(test: Rows, parts: list[Rows]) -> tuple[str, ...]:
 
 
 def read_official(folder: Path) -> tuple[Rows, Rows | None, Sizes]:
-    """Return training rows, test rows or None, and the sizes that a model needs.
+    """Read a folder in the official format. Return the training rows, the test rows or None, and the model sizes.
 
-    Unlike in the official implementation, every row has the same weight.
+    Every row has the same weight, which differs from the official implementation.
     """
     train, sizes = _read_split(folder / "train")
     if not (folder / "test" / "dataset.json").is_file():
@@ -353,7 +357,7 @@ def _read_set(folder: Path, name: str, sizes: Sizes, ignored: int | None) -> Row
         raise ValueError(f"a vocabulary of {sizes.num_tokens}, at most {_MAX_TOKENS}")
     labels = np.asarray(labels)
     if ignored is not None:
-        # Widen first: uint8, which the ARC builder writes, cannot hold the ignored label.
+        # Convert to a wider type first: the ARC builder writes uint8, which cannot represent IGNORED_LABEL.
         labels = np.where(labels == ignored, IGNORED_LABEL, labels.astype(np.int32))
     for what, tokens in (("inputs", inputs), ("labels", np.where(labels == IGNORED_LABEL, 0, labels))):
         if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < sizes.num_tokens):

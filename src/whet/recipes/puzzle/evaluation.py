@@ -16,10 +16,10 @@ from whet.recipes.puzzle.slots import SlotInput
 
 
 def evaluate(model: PuzzleModel, micro_batches: Iterator[DictBatch], arc: ArcTasks | None = None) -> dict[str, Any]:
-    """Run each puzzle for the maximum number of steps, and return the metrics.
+    """Run the model for the maximum number of steps on each puzzle, and return the metrics.
 
-    exact_accuracy is the fraction of puzzles that are correct in every cell. exact_N is that fraction after N steps.
-    With `arc`, pass@K is the fraction of tasks whose solution is among the K that most augmented copies vote for.
+    `exact_accuracy` is the fraction of puzzles with all cells correct, and `exact_N` is that fraction after N steps.
+    With `arc`, `pass@K` is the fraction of test inputs whose solution is among the K with the most votes.
     """
     votes = None if arc is None else ArcVotes(arc)
     sums: Tensor | None = None
@@ -27,7 +27,7 @@ def evaluate(model: PuzzleModel, micro_batches: Iterator[DictBatch], arc: ArcTas
     for micro in micro_batches:
         batch = slot_input(micro)
         num_counted = (batch.labels != IGNORED_LABEL).sum(-1).clamp(min=1)
-        # Sum on the device: one transfer at the end instead of one per micro-batch.
+        # Sum on the device, to transfer results once at the end instead of once per micro-batch.
         exact, cells, loss, halts = [], None, None, None
         for logits, halt in run_steps(model, batch.inputs, batch.puzzles):
             losses = puzzle_losses(logits, halt, batch.labels)
@@ -55,14 +55,14 @@ def evaluate(model: PuzzleModel, micro_batches: Iterator[DictBatch], arc: ArcTas
 
 
 def _add_votes(votes: ArcVotes, batch: SlotInput, logits: Tensor, halt: Tensor) -> None:
-    # float64 as in the official evaluator, on the CPU, because not every device has it.
+    # Use float64 like the official evaluator. Convert on the CPU, because not all devices support it.
     probabilities = halt.cpu().double().sigmoid()
     puzzles, inputs, predicted = (part.cpu().numpy() for part in (batch.puzzles, batch.inputs, logits.argmax(-1)))
     votes.add(puzzles.tolist(), inputs, predicted, probabilities.tolist())
 
 
 def run_steps(model: PuzzleModel, inputs: Tensor, puzzles: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the token logits and the halting logit after each step. Slots are not used."""
+    """Yield the token logits, (B, length, tokens), and halting logits, (B,), after each step, without using slots."""
     is_new = torch.ones_like(puzzles, dtype=torch.bool)
     y, z = model.initial_states(len(inputs))
     for _ in range(model.slots.max_steps):
@@ -75,7 +75,7 @@ def run_steps(model: PuzzleModel, inputs: Tensor, puzzles: Tensor) -> Iterator[t
 def solve_texts(model: PuzzleModel, texts: Sequence[str], sizes: Sizes) -> list[dict[str, Any]]:
     """Solve Sudokus given as text.
 
-    Returns for each Sudoku the digits of all cells, the predicted probability that all are correct, and whether the
+    For each Sudoku, return the digits of all cells, the predicted probability that all are correct, and whether the
     given digits are unchanged.
     """
     parsed = [parse_sudoku("".join(text.split())) for text in texts]
@@ -88,7 +88,7 @@ def solve_texts(model: PuzzleModel, texts: Sequence[str], sizes: Sizes) -> list[
             )
     given = torch.stack([torch.from_numpy(cells) for cells in parsed if cells is not None]).to(model.y0.device).long()
     *_, (logits, halt) = run_steps(model, given + 1, torch.zeros_like(given[:, 0]))
-    # Skip tokens 0 and 1: padding and blank are not valid in a solution.
+    # Skip tokens 0 and 1, because padding and blanks are not valid in a solution.
     digits = logits[..., 2:].argmax(-1) + 1
     keeps_given = ((given == 0) | (given == digits)).all(-1)
     return [

@@ -1,6 +1,6 @@
 """The tiny recursive model, its loss, and the names of its weights in the official implementation.
 
-Shapes: B puzzles, S positions (the prefix of a puzzle's embedding, then its tokens), W width.
+Shapes: B puzzles, S positions (the prefix with the puzzle's embedding, then its tokens), W width.
 """
 
 import math
@@ -28,15 +28,15 @@ from whet.recipes.puzzle.config import PuzzleArch, Sizes
 from whet.recipes.puzzle.slots import SlotBatch, SlotInput, Slots
 
 IGNORED_LABEL = -100
-"""The label of a token that the loss ignores."""
+"""Label of tokens that the loss ignores."""
 _HALT_BIAS = -5.0
-"""The initial bias of the halting head, so that an untrained model does not halt."""
-# The weight of the halting loss, as in the official implementation.
+"""Initial bias of the halting head, so that an untrained model does not halt."""
+# Weight of the halting loss, as in the official implementation.
 _HALT_WEIGHT = 0.5
 
 
 class PuzzleModel(nn.Module):
-    """The network and its slots. One call is one step of deep supervision."""
+    """The network and its slots. One forward pass is one step of deep supervision."""
 
     y0: Tensor
     z0: Tensor
@@ -44,7 +44,7 @@ class PuzzleModel(nn.Module):
     sines: Tensor
 
     def __init__(self, arch: PuzzleArch, sizes: Sizes, *, num_slots: int, seed: int) -> None:
-        """Create a model that works on `num_slots` puzzles at once. `seed` is the seed of the exploration."""
+        """Create a model that works on `num_slots` puzzles at once. `seed` determines the halting exploration."""
         super().__init__()
         self.arch = arch
         self.num_positions = arch.puzzle_emb_len + sizes.length
@@ -59,8 +59,8 @@ class PuzzleModel(nn.Module):
         nn.init.constant_(self.to_halt.bias, _HALT_BIAS)
         self.register_buffer("y0", truncated_normal_(torch.empty(width), deviation=1))
         self.register_buffer("z0", truncated_normal_(torch.empty(width), deviation=1))
-        # Precompute the angles: compiled code would recompute them for every element in each of the 42 layers of a
-        # step.
+        # Precompute the angles. Otherwise, compiled code would recompute them for every element in each of the 42
+        # block applications of a step.
         angles = rotary_angles(torch.arange(self.num_positions), width // arch.num_heads)
         for name, table in zip(("cosines", "sines"), angles, strict=True):
             self.register_buffer(name, table, persistent=False)
@@ -76,7 +76,10 @@ class PuzzleModel(nn.Module):
     def forward(
         self, inputs: Tensor, puzzles: Tensor, y: Tensor, z: Tensor, is_new: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the next y and z, the token logits, and the halting logits (only the first of two is used)."""
+        """Return the next y and z, (B, S, W), the token logits, and the halting logits, (B, 2).
+
+        Only the first halting logit is used.
+        """
         dtype = _compute_dtype(self.to_tokens.weight)
         x = self._embed(inputs, puzzles).to(dtype)
         y = torch.where(is_new[:, None, None], self.y0, y).to(dtype)
@@ -89,7 +92,7 @@ class PuzzleModel(nn.Module):
                 state = block(state, args)
             return state
 
-        # Detach y and z between supervision steps: gradients stay within one step.
+        # Detach y and z below, so that gradients do not flow between supervision steps.
         y, z = refine(net, y, z, x, outer=self.arch.H_cycles, inner=self.arch.L_cycles)
         logits = self.to_tokens(y[:, self.arch.puzzle_emb_len :])
         return y.detach(), z.detach(), logits, self.to_halt(y[:, 0]).float()
@@ -106,7 +109,7 @@ class PuzzleModel(nn.Module):
             vector = functional.pad(self.table(puzzles), (0, prefix * width - self.arch.puzzle_width))
             x = torch.cat((vector.view(-1, prefix, width), x), dim=1)
         if self.places is not None:
-            # Both embeddings have the same standard deviation. Scale their sum so that it keeps this deviation.
+            # Both embeddings have the same standard deviation. Scale their sum to keep it.
             x = math.sqrt(0.5) * (x + self.places.weight)
         scaled: Tensor = math.sqrt(width) * x
         return scaled
@@ -118,7 +121,7 @@ class PuzzleModel(nn.Module):
 
 
 class PuzzleTable(nn.Module):
-    """One embedding per puzzle. Each step updates only a few, by the sign of the gradient. Not averaged by the EMA."""
+    """One embedding per puzzle, without EMA. A step updates only the rows that it uses, by the sign of the gradient."""
 
     is_averaged = False
     is_table = True
@@ -134,18 +137,18 @@ class PuzzleTable(nn.Module):
         return functional.embedding(puzzles, self.weight)
 
     def mark_seen(self, puzzles: Tensor, *, is_first: bool) -> None:
-        """Mark the rows of a micro-batch as seen. The first micro-batch of a step clears the marks of the last step."""
+        """Mark the rows of a micro-batch as seen. The first micro-batch of a step clears the previous marks."""
         if is_first:
             self.is_seen.zero_()
         self.is_seen.index_fill_(0, puzzles, True)
 
     def seen_rows(self) -> Tensor:
-        """Return a mask of the rows that the current step uses. The optimizer changes no others."""
+        """Return a mask of the rows that the current step uses, (num_puzzles,). The optimizer updates only these."""
         return self.is_seen
 
 
 class MixerBlock(nn.Module):
-    """A feed-forward layer across positions, which replaces attention, then one across features."""
+    """A feed-forward layer across positions, which replaces attention, followed by one across features."""
 
     def __init__(self, width: int, *, num_positions: int, expansion: float) -> None:
         super().__init__()
@@ -165,7 +168,7 @@ def _block(arch: PuzzleArch, num_positions: int) -> nn.Module:
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products under autocast. States are kept in it to avoid conversions."""
+    """Return the autocast dtype, or the dtype of the weight. States have it too, to avoid conversions."""
     device_type = weight.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
 
@@ -174,18 +177,20 @@ def _compute_dtype(weight: Tensor) -> torch.dtype:
 
 
 class PuzzleLosses(NamedTuple):
-    """Losses of each puzzle, and whether all its tokens are correct."""
+    """Losses of each puzzle, (B,)."""
 
     tokens: Tensor
+    """Mean loss over the tokens of each puzzle."""
     halting: Tensor
     is_right: Tensor
+    """Whether all tokens of each puzzle are correct."""
 
 
 def puzzle_loss(model: PuzzleModel, micro: DictBatch) -> Tensor:
-    """Return the mean loss over the slots of a micro-batch: the loss of the tokens and of the halting prediction.
+    """Return the mean loss over the slots of a micro-batch: the token loss plus the weighted halting loss.
 
-    In training mode the slots advance by one step. In evaluation mode every puzzle starts from the initial state, and
-    no slot changes.
+    In training mode, the slots advance by one step. In evaluation mode, every puzzle starts from the initial state, and
+    the slots do not change.
     """
     offered = slot_input(micro)
     batch = model.slots.load(offered) if model.training else new_batch(model, offered)
@@ -199,10 +204,10 @@ def puzzle_loss(model: PuzzleModel, micro: DictBatch) -> Tensor:
 
 
 def puzzle_losses(logits: Tensor, halt: Tensor, labels: Tensor) -> PuzzleLosses:
-    """Compute the losses of each puzzle. The target of `halt` is whether the solution is correct."""
+    """Return the losses of each puzzle. The target of `halt` is whether all tokens are correct."""
     is_counted = labels != IGNORED_LABEL
     num_counted = is_counted.sum(-1).clamp(min=1)
-    # A puzzle is correct only if every token that counts is correct.
+    # Ignored tokens do not count.
     is_right = ((logits.argmax(-1) == labels) | ~is_counted).all(-1)
     halting = functional.binary_cross_entropy_with_logits(halt, is_right.to(halt.dtype), reduction="none")
     tokens = stablemax_loss(logits, labels).sum(-1) / num_counted
@@ -210,12 +215,13 @@ def puzzle_losses(logits: Tensor, halt: Tensor, labels: Tensor) -> PuzzleLosses:
 
 
 def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return -log p of each label, 0 where it is ignored: p = s(v) / sum s, with s(v) = v + 1, or 1 / (1 - v) below 0.
+    """Return the stablemax cross entropy of each label, (B, length). It is 0 where the label is ignored.
 
-    The loss of the official implementation (Prieto et al. 2025, "Grokking at the Edge of Numerical Stability").
+    Stablemax is p = s(v) / sum(s), where s(v) is v + 1 for v >= 0 and 1 / (1 - v) for v < 0. It is the loss of the
+    official implementation (Prieto et al. 2025, "Grokking at the Edge of Numerical Stability").
     """
     wide = logits.to(widest_float(logits.device))
-    # clamp keeps both branches finite; otherwise the gradient of the branch not taken would be 0 times infinity.
+    # clamp keeps both branches finite. Otherwise, the gradient of the unused branch would be 0 times infinity, a NaN.
     sizes = torch.where(wide < 0, 1 / (1 - wide.clamp(max=0)), wide.clamp(min=0) + 1)
     is_counted = labels != IGNORED_LABEL
     chosen = sizes.gather(-1, torch.where(is_counted, labels, 0)[..., None]).squeeze(-1)
@@ -223,7 +229,7 @@ def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def slot_input(micro: DictBatch) -> SlotInput:
-    """Convert a micro-batch to the input of consecutive slots."""
+    """Convert a micro-batch to the input of consecutive slots. Raise WhetError if its samples are not consecutive."""
     if micro.first_index is None:
         raise WhetError(
             "the samples of a micro-batch must be consecutive in the global batch",
@@ -239,7 +245,7 @@ def slot_input(micro: DictBatch) -> SlotInput:
 
 
 def new_batch(model: PuzzleModel, offered: SlotInput) -> SlotBatch:
-    """Return a batch in which all offered puzzles are new, without using slots."""
+    """Return a batch in which all offered puzzles are new. Slots are not used."""
     y, z = model.initial_states(len(offered.inputs))
     return SlotBatch(
         inputs=offered.inputs,
@@ -275,7 +281,7 @@ _OFFICIAL_BLOCK_NAMES = {
 
 
 def official_name(name: str) -> str:
-    """Return the official name of a weight.
+    """Return the name of a weight in the official implementation.
 
     >>> official_name("blocks.1.feed_forward.down.weight")
     'L_level.layers.1.mlp.down_proj.weight'

@@ -1,4 +1,4 @@
-"""Checkpoints of the official implementation (SamsungSAILMontreal/TinyRecursiveModels) as runs of the puzzle recipe."""
+"""Import checkpoints of the official implementation (SamsungSAILMontreal/TinyRecursiveModels) as puzzle runs."""
 
 import tempfile
 from pathlib import Path
@@ -17,14 +17,15 @@ from whet.recipes.puzzle.recipe import PuzzleRecipe
 from whet.recipes.runner import create_run
 
 CONFIG_FILE = "all_config.yaml"
-"""The file with the options of a training run, which the official implementation writes beside its checkpoints."""
+"""File with the training options, which the official implementation writes next to its checkpoints."""
 _PREFIX = "inner."
 
 
 def import_official(file: Path, out: Path, *, words: list[str], device: str = "auto") -> dict[str, float]:
     """Create a run with the weights of an official checkpoint, evaluate it on the data, and return the metrics.
 
-    Sizes follow from the weights, cycles and steps from `all_config.yaml` beside the file, or else from `words`.
+    Sizes are taken from the weights, and all other options from `all_config.yaml` next to the file. The overrides in
+    `words` take precedence.
     """
     if not any(word.startswith(("data=", "data_paths=")) for word in words):
         raise UsageError(
@@ -47,7 +48,7 @@ def import_official(file: Path, out: Path, *, words: list[str], device: str = "a
 
 @torch.no_grad()
 def load_official(model: PuzzleModel, tensors: dict[str, Tensor]) -> None:
-    """Copy weights with official names (without "inner.") into a model. Slots stay empty."""
+    """Copy weights with official names (without "inner.") into a model. Slots do not change."""
     wanted = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("slots.")}
     names = {name: official_name(name) for name in wanted}
     missing, unknown = set(names.values()) - tensors.keys(), tensors.keys() - set(names.values())
@@ -71,7 +72,7 @@ def load_official(model: PuzzleModel, tensors: dict[str, Tensor]) -> None:
 
 
 def _inner_tensors(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
-    """Remove everything up to "inner." from the names: compiled models and the loss head add prefixes."""
+    """Remove everything up to "inner." from the names, because compiled models and the loss head add prefixes."""
     inner = {name.partition(_PREFIX)[2]: tensor for name, tensor in tensors.items() if _PREFIX in name}
     if "lm_head.weight" not in inner or len(inner) != len(tensors):
         raise UsageError(
@@ -79,12 +80,12 @@ def _inner_tensors(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
             got=f"{file}: {', '.join(list(tensors)[:3])}",
             try_="no --format",
         )
-    # Rotary tables are computed from the options.
+    # Drop the rotary tables, because the model computes them.
     return {name: tensor for name, tensor in inner.items() if not name.startswith("rotary_emb.")}
 
 
 def _sizes_of(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the options that follow from the shapes of the weights."""
+    """Return the options that the shapes of the weights determine."""
     width = tensors["lm_head.weight"].shape[1]
     layers = {name.split(".")[2] for name in tensors if name.startswith("L_level.layers.")}
     sizes: dict[str, Any] = {"arch.hidden_size": width, "arch.L_layers": len(layers)}
@@ -99,7 +100,7 @@ def _sizes_of(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _config_options(path: Path) -> dict[str, Any]:
-    """Return the options of an official training that the puzzle recipe has too."""
+    """Return the options in an official config file that the puzzle recipe also has."""
     if not path.is_file():
         return {}
     content = read_config_file(path)

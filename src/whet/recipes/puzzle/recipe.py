@@ -1,4 +1,4 @@
-"""The puzzle recipe: a tiny recursive model solves Sudoku or the puzzles of a folder. torch is imported lazily."""
+"""The puzzle recipe: train a tiny recursive model on Sudokus or the puzzles of a folder. Imports torch lazily."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,14 +22,14 @@ Predictor = Callable[[Sequence[str]], list[dict[str, Any]]]
 
 
 class PuzzleRecipe(Recipe):
-    """Solves puzzles; by default 4x4 Sudokus, with 88 of the 288 grids held out."""
+    """Trains a model to solve puzzles: by default 4x4 Sudokus, with 88 of the 288 grids held out."""
 
     name = "puzzle"
     single_process_reason = "each place of the batch keeps its puzzle from step to step in the memory of one process"
     Config = PuzzleConfig
     goal = "exact_accuracy"
     _arc: "ArcTasks | None" = None
-    """The tasks of the data that was loaded last. Their augmented copies vote in evaluations."""
+    """ARC tasks of the data that was loaded last, whose augmented copies vote. None for other puzzles."""
 
     def describe(self, config: PuzzleConfig, data: "PuzzleData | None" = None) -> Workload:
         if data is None:
@@ -71,7 +71,7 @@ class PuzzleRecipe(Recipe):
         return {**data.sizes.model_dump(), "is_sudoku": data.is_sudoku}
 
     def example_input(self, metadata: dict[str, Any]) -> str | None:
-        """Return an example input for `whet predict`: a Sudoku with one digit."""
+        """Return an example input for `whet predict`: a Sudoku with one digit. None for other puzzles."""
         return f"{1:.<{Sizes.model_validate(metadata).length}}" if metadata["is_sudoku"] else None
 
     def predict(self, config: PuzzleConfig, metadata: dict[str, Any]) -> "tuple[PuzzleModel, Predictor]":
@@ -90,7 +90,7 @@ class PuzzleRecipe(Recipe):
 
 
 def make_model(config: PuzzleConfig, sizes: Sizes, *, num_slots: int) -> "PuzzleModel":
-    """Return a model with initial weights."""
+    """Create a model with initial weights."""
     from whet.recipes.puzzle.model import PuzzleModel
 
     return PuzzleModel(config.arch, sizes, num_slots=num_slots, seed=config.seed)

@@ -1,7 +1,7 @@
-"""Slots: each place of the global batch keeps its puzzle and its states for several steps.
+"""Slots: each position in the global batch keeps its puzzle and the model's states for several steps.
 
-A puzzle stays in its slot until the model halts it or its maximum number of steps is reached. In the meantime, the rows
-that the data offers for this place of the batch are ignored.
+A puzzle stays in its slot until the model halts it or the maximum number of steps is reached. Until then, the rows that
+the data provides for this position in the batch are ignored.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from whet.base.errors import WhetError
 
 _MASK = 0xFFFFFFFF
-# The multiplier of a common 32-bit integer hash. It has 27 bits, so products stay below 2^63.
+# Multiplier of a common 32-bit integer hash. It has 27 bits, so products stay below 2^63.
 _MULTIPLIER = 0x45D9F3B
 
 _Number = TypeVar("_Number", int, Tensor)
@@ -42,14 +42,15 @@ class SlotBatch:
     puzzles: Tensor
     y: Tensor
     z: Tensor
-    """The states after the previous step. The model resets them where `is_new`."""
+    """y and z are the states after the previous step, (B, S, W). The model resets them where `is_new`."""
     is_new: Tensor
+    """Whether the puzzle was put into its slot in this step, (B,)."""
     steps: Tensor
-    """The number of steps done with this puzzle."""
+    """Number of steps that each puzzle has been through, (B,)."""
 
 
 class Slots(nn.Module):
-    """The state of all slots. It is in buffers, so that checkpoints contain it and a trial step can restore it."""
+    """The state of all slots, in buffers, so that checkpoints contain it and it can be restored after a trial step."""
 
     is_averaged = False
     is_memory = True
@@ -81,7 +82,7 @@ class Slots(nn.Module):
 
     @torch.no_grad()
     def load(self, offered: SlotInput) -> SlotBatch:
-        """Return the puzzles of this step. Halted slots take the offered rows."""
+        """Return the puzzles of this step. Halted slots get the offered rows."""
         if offered.slots.stop > len(self.halted):
             raise WhetError(
                 "the batch has more puzzles than the model has slots",
@@ -102,9 +103,12 @@ class Slots(nn.Module):
 
     @torch.no_grad()
     def store(self, first: int, batch: SlotBatch, *, y: Tensor, z: Tensor, halt: Tensor) -> None:
-        """Store the states of the slots from `first` on after a step. A slot with `halt` above 0 becomes free."""
+        """Store the puzzles and states after a step, in the slots from `first` on.
+
+        A slot becomes free if `halt` is above 0 or its puzzle has reached the maximum number of steps.
+        """
         at, steps = slice(first, first + len(batch.steps)), batch.steps + 1
-        # A slot halts at the maximum number of steps, or when the model halts it, but not before its random minimum.
+        # A slot halts at the maximum number of steps, or if the model halts it after its random minimum.
         is_done = steps >= self.max_steps
         if self.max_steps > 1:
             is_done = (is_done | (halt > 0)) & (steps >= self._min_steps(first, self.age[at]))
@@ -120,8 +124,8 @@ class Slots(nn.Module):
     def _min_steps(self, first: int, age: Tensor) -> Tensor:
         """Return the minimum number of steps: 2 to max_steps for some puzzles, so that late steps are trained too.
 
-        This is the exploration of the official implementation. The draw depends only on the number and age of the slot,
-        so micro-batches, interruptions and devices do not change it.
+        This is the halting exploration of the official implementation. The random numbers depend only on the index and
+        age of the slot, so they do not depend on micro-batches, interruptions or devices.
         """
         slot = torch.arange(first, first + len(age), device=age.device)
         drawn = _hash32(_hash32(slot + self._seed) + age)
@@ -130,7 +134,7 @@ class Slots(nn.Module):
 
 
 def _hash32(number: _Number) -> _Number:
-    """Mix 32 bits. All products fit into 64 bits, because overflow differs between devices."""
+    """Return a 32-bit hash. All products fit into int64, because overflow behaves differently on some devices."""
     for _ in range(2):
         number = number & _MASK
         number = ((number >> 16) ^ number) * _MULTIPLIER

@@ -1,4 +1,4 @@
-"""Sudoku: a solver for thousands of puzzles at once, random grids, puzzles with a unique solution, and symmetries."""
+"""Sudokus: a batched solver, random grids, puzzles with a unique solution, and symmetries."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -6,20 +6,20 @@ from functools import cache
 import numpy as np
 
 _CHUNK_SIZE = 512
-"""The number of states processed together. The newest states come first, which keeps the stack small."""
+"""Number of states processed at once. The newest states are processed first, which keeps the stack small."""
 
 
 # --- grids and puzzles ------------------------------------------------------------------------------------------------
 
 
 def all_grids_4x4(rng: np.random.Generator) -> np.ndarray:
-    """Return all 288 grids in a random order, (288, 16)."""
+    """Return all 288 solved 4x4 grids in random order, (288, 16)."""
     (grids,) = solve(to_candidates(np.zeros((1, 16), np.int8)), max_solutions=1000)
     return rng.permutation(grids)
 
 
 def random_grids_9x9(number: int, rng: np.random.Generator) -> np.ndarray:
-    """Return random grids, (number, 81): draw the three diagonal boxes, solve the rest, and shuffle."""
+    """Return random solved grids, (number, 81). Draw the three diagonal boxes, solve the rest, and shuffle."""
     starts = np.zeros((number, 9, 9), np.int8)
     # The diagonal boxes share no row or column, so they can be drawn independently.
     for box in (slice(0, 3), slice(3, 6), slice(6, 9)):
@@ -30,9 +30,9 @@ def random_grids_9x9(number: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def remove_cells(grids: np.ndarray, blanks: int, rng: np.random.Generator) -> np.ndarray:
-    """Return puzzles with these grids as their unique solutions. Blanks are 0.
+    """Return puzzles whose unique solutions are these grids. Blanks are 0.
 
-    Cells are removed in a random order, each only if the solution stays unique, until there are `blanks` blanks or all
+    Cells are removed in random order, each only if the solution remains unique, until there are `blanks` blanks or all
     cells have been tried.
     """
     puzzles, number = grids.copy(), np.arange(len(grids))
@@ -44,7 +44,7 @@ def remove_cells(grids: np.ndarray, blanks: int, rng: np.random.Generator) -> np
             break
         tried = puzzles.copy()
         tried[number, cells] = 0
-        # Exclude the known digit: any second solution must have a different digit in this cell.
+        # Exclude the known digit, because any second solution must have a different digit in this cell.
         others = to_candidates(tried)
         others[number, cells] &= ~to_candidates(grids)[number, cells]
         second = solve(others[is_open], max_solutions=1)
@@ -58,11 +58,11 @@ def remove_cells(grids: np.ndarray, blanks: int, rng: np.random.Generator) -> np
 def shuffle_grids(cells: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Apply a random symmetry to each grid.
 
-    Digits are renamed (blanks stay blank), the grid may be transposed, bands and the rows within them are permuted, and
-    stacks and the columns within them too.
+    Rename digits (but not blanks), transpose half of the grids, and permute bands, rows within bands, stacks, and
+    columns within stacks.
 
     Args:
-        cells: (number, cells); or (kinds, number, cells), where a puzzle and its solution get the same symmetry.
+        cells: (number, cells), or (kinds, number, cells) to apply the same symmetry to a puzzle and its solution.
     """
     number, num_cells = cells.shape[-2:]
     side = round(num_cells**0.5)
@@ -78,7 +78,7 @@ def shuffle_grids(cells: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _shuffled_lines(number: int, box: int, rng: np.random.Generator) -> np.ndarray:
-    """Return row orders, (number, box * box), with the bands permuted and the rows within each band permuted."""
+    """Return random orders of rows, (number, box * box). Bands, and the rows within each band, are permuted."""
     within = rng.permuted(np.tile(np.arange(box), (number, box, 1)), axis=2)
     bands = rng.permuted(np.tile(np.arange(box), (number, 1)), axis=1)
     return (bands[:, :, None] * box + within).reshape(number, -1)
@@ -89,14 +89,14 @@ def _shuffled_lines(number: int, box: int, rng: np.random.Generator) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Board:
-    """The units (rows, columns and boxes) of a grid size."""
+    """The units (rows, columns and boxes) of grids of one size."""
 
     units: np.ndarray
     """(3 * side, side): the cells of each unit."""
     of_cell: np.ndarray
     """(cells, 3): the units of each cell."""
     num_bits: np.ndarray
-    """The number of digits in every set of digits."""
+    """(2 ** side,): the number of digits in each bit set."""
 
 
 @cache
@@ -110,7 +110,7 @@ def _board(side: int) -> _Board:
 
 
 def to_candidates(puzzles: np.ndarray) -> np.ndarray:
-    """Convert cells (0 for a blank, digits from 1) to bit sets of possible digits."""
+    """Convert cells (0 for a blank, digits from 1) to bit sets of possible digits, of the same shape."""
     side = round(puzzles.shape[1] ** 0.5)
     return np.where(puzzles == 0, (1 << side) - 1, 1 << np.maximum(puzzles.astype(np.int64) - 1, 0)).astype(np.uint16)
 
@@ -118,22 +118,24 @@ def to_candidates(puzzles: np.ndarray) -> np.ndarray:
 def solve(
     candidates: np.ndarray, *, max_solutions: int, order: np.random.Generator | None = None, chunk: int = _CHUNK_SIZE
 ) -> list[np.ndarray]:
-    """Return at most `max_solutions` solutions of each Sudoku, (number, cells).
+    """Return up to `max_solutions` solutions of each Sudoku, (solutions, cells).
 
     Args:
-        order: Try the digits in a random order.
-        chunk: States per round. A small number is faster for one solution of puzzles with very many solutions.
+        candidates: Bit sets of possible digits, (number, cells).
+        max_solutions: Stop the search for a Sudoku after this many solutions.
+        order: If given, try digits in random order.
+        chunk: Number of states processed at once. A small number is faster when one of very many solutions is wanted.
     """
     num_cells = candidates.shape[1]
     board = _board(round(num_cells**0.5))
     solutions: list[list[np.ndarray]] = [[] for _ in candidates]
     missing = np.full(len(candidates), max_solutions)
-    # Depth-first search over a stack of states. `owners` are the puzzles that the states belong to.
+    # Depth-first search with a stack of states. `owners` are the indices of the Sudokus that they belong to.
     states, owners = candidates, np.arange(len(candidates))
     while len(states):
         now, now_owners = states[-chunk:], owners[-chunk:]
         states, owners = states[:-chunk], owners[:-chunk]
-        # Drop states of puzzles that already have enough solutions.
+        # Drop states of Sudokus that already have enough solutions.
         is_wanted = missing[now_owners] > 0
         now, is_possible = _propagate(now[is_wanted], board)
         now, now_owners = now[is_possible], now_owners[is_wanted][is_possible]
@@ -148,7 +150,7 @@ def solve(
 
 
 def _propagate(states: np.ndarray, board: _Board) -> tuple[np.ndarray, np.ndarray]:
-    """Apply naked and hidden singles until nothing changes; also return which states have no contradiction."""
+    """Apply naked and hidden singles until nothing changes. Return the states, and which have no contradiction."""
     states = states.copy()
     is_possible = np.ones(len(states), bool)
     active = np.arange(len(states))
@@ -157,7 +159,7 @@ def _propagate(states: np.ndarray, board: _Board) -> tuple[np.ndarray, np.ndarra
         now = states[active]
         is_decided = board.num_bits[now] == 1
         taken, taken_twice = _digits_in_units(np.where(is_decided, now, 0), board)
-        # Naked singles: remove the digits of decided cells from their units.
+        # Naked singles: remove the digits of decided cells from the other cells of their units.
         allowed = now & ~np.where(is_decided, 0, np.bitwise_or.reduce(taken[:, board.of_cell], axis=2))
         seen, seen_twice = _digits_in_units(allowed, board)
         # Hidden singles: a digit that fits in only one cell of a unit belongs there.
@@ -171,7 +173,7 @@ def _propagate(states: np.ndarray, board: _Board) -> tuple[np.ndarray, np.ndarra
 
 
 def _digits_in_units(sets: np.ndarray, board: _Board) -> tuple[np.ndarray, np.ndarray]:
-    """Return the digits that occur in each unit, and those that occur in several of its cells."""
+    """Return the digits that occur in each unit, and those that occur in several of its cells, as bit sets."""
     once = np.zeros((len(sets), len(board.units)), np.uint16)
     twice = np.zeros_like(once)
     for cells in board.units.T:
@@ -186,7 +188,7 @@ def _branch(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Replace each state with one state per digit of the undecided cell that has the fewest candidates."""
     counts = board.num_bits[states]
-    # Minimum remaining values: branching on the fewest candidates gives the smallest tree.
+    # Minimum-remaining-values heuristic: branching on the cell with the fewest candidates keeps the tree small.
     cell = np.where(counts == 1, 255, counts).argmin(1)
     digits = np.arange(round(states.shape[1] ** 0.5) if states.shape[1] else 0)
     if order is not None:
