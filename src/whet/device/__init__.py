@@ -1,1 +1,1 @@
-"""CUDA, MPS, CPU and fake devices behind one interface. No other package calls a torch backend directly."""
+"""One interface for CUDA, MPS, CPU and fake devices. No other package calls a torch backend directly."""

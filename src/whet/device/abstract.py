@@ -1,4 +1,4 @@
-"""The interface of a device. The base classes provide defaults, and a device overrides what it needs.
+"""The device interface. The base classes provide defaults, which each device overrides as needed.
 
 To add a device, subclass `AbstractDevice` in a new file and add the class to `open.py`.
 """
@@ -21,24 +21,24 @@ from whet.device.kernels.switches import prefer_sdpa_kernel, use_torch_kernels, 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Mark = Any
-"""A point in time on the clock of a device. Only the device that created it can read it."""
+"""A point in time on a device's clock. Only the device that created it can read it."""
 
 Made = TypeVar("Made")
 
 Replay = Callable[[], None]
-"""Runs captured work again on the same memory, without executing its Python code."""
+"""A function that runs captured work again on the same memory, without executing its Python code."""
 
 
 class AbstractDevice(ABC):
-    """A device that stores tensors and runs kernels."""
+    """A device that holds tensors and runs kernels."""
 
     kind: str
     lr_dtype: torch.dtype = torch.float64
-    """Widest dtype of a learning rate on this device."""
+    """Widest dtype that this device supports for a learning rate."""
     attention_kernels: tuple[str, ...] = ()
-    """Values of the setting `attention` that this device supports besides "torch"."""
+    """Values of the `attention` setting that this device supports besides "torch"."""
     has_whet_norms = False
-    """Whether the norm kernels of whet run on this device."""
+    """Whether whet's norm kernels run on this device."""
 
     def __init__(self) -> None:
         self.memory: DeviceMemory = DeviceMemory()
@@ -47,49 +47,52 @@ class AbstractDevice(ABC):
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """The torch device."""
+        """The `torch.device` on which tensors are placed."""
 
     @property
     def generator(self) -> torch.Generator | None:
-        """Random number generator of the device, or None if it uses the generator of the CPU."""
+        """The random number generator of the device, or None if it uses the CPU generator."""
         return None
 
     # --- tensors and time --------------------------------------------------------------------------------------------
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on this device. Every later kernel sees the complete copy."""
+        """Return the tensor on this device. All later kernels see the complete copy."""
         return tensor.to(self.torch_device)
 
     def put_async(self, tensor: Tensor) -> Tensor:
-        """Copy a small host tensor to this device without waiting for queued work."""
+        """Return a copy of a small host tensor on this device, without waiting for queued work if possible."""
         return self.put(tensor)
 
     def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002
-        """Move a model to this device in place. Modules and parameters keep their identity."""
+        """Move a model to this device in place. Modules and parameters remain the same objects."""
         model.to(self.torch_device)
 
     def sync(self) -> None:
-        """Wait for all queued work."""
+        """Wait for all queued work to finish."""
 
     def mark(self) -> Mark:
-        """Return a mark for the current point on the clock of the device."""
+        """Return a mark that the device reaches after all work queued so far."""
         return time.perf_counter()
 
     def elapsed_seconds(self, start: Mark, end: Mark) -> float:
-        """Return the seconds between two marks. Waits until the device has passed both."""
+        """Return the seconds between two marks. Waits until the device has reached both."""
         return float(end - start)
 
     # --- computation of models ---------------------------------------------------------------------------------------
 
     def use_precision(self, precision: str) -> None:
-        """Set the process-wide precision of float32 matrix products: tf32 or full."""
+        """Enable TF32 for float32 matrix products and convolutions in this process if `precision` is "tf32".
+
+        Any other precision disables it. Does nothing on devices without TF32.
+        """
 
     def preserve_precision(self) -> AbstractContextManager[object]:
-        """Restore on exit the settings that `use_precision` changes."""
+        """Return a context that restores the settings of `use_precision` on exit."""
         return contextlib.nullcontext()
 
     def autocast(self, precision: str) -> AbstractContextManager[object]:
-        """Return the autocast context of the forward pass."""
+        """Return the context of the forward pass: autocast for "bf16" and "fp16", otherwise a null context."""
         half = HALF_TYPES.get(precision)
         return torch.autocast(self.torch_device.type, dtype=half) if half else contextlib.nullcontext()
 
@@ -97,8 +100,8 @@ class AbstractDevice(ABC):
     def use_kernels(self, *, attention: str = "torch", norms: str = "torch") -> Iterator[None]:
         """Select attention and norm kernels in this context.
 
-        "torch" leaves the choice to torch. "whet" selects whet's kernels in models that call them. All other values of
-        `attention` name a preferred backend of scaled_dot_product_attention.
+        "torch" leaves the choice to torch. "whet" selects whet's kernels in models that call them. Any other value of
+        `attention` names the preferred backend of scaled_dot_product_attention.
         """
         self.check_settings(attention=attention, norms=norms)
         with contextlib.ExitStack() as stack:
@@ -109,7 +112,7 @@ class AbstractDevice(ABC):
             yield
 
     def check_settings(self, *, attention: str = "torch", norms: str = "torch", layout: str = "contiguous") -> None:  # noqa: ARG002
-        """Raise UsageError for a setting that this device does not support, or with which it computes wrong results."""
+        """Raise UsageError for a setting that this device does not support or that gives wrong results on it."""
         if attention not in ("torch", *self.attention_kernels):
             supported = ", ".join(self.attention_kernels)
             raise UsageError(
@@ -123,96 +126,100 @@ class AbstractDevice(ABC):
             raise UsageError(f"{self.kind} has no norm kernels of whet", got="norms=whet", try_="norms=torch")
 
     def check_loss_scaling(self, optimizer: Optimizer) -> None:
-        """Raise UsageError for an optimizer that gives wrong results with loss scaling on this device."""
+        """Raise UsageError if this optimizer gives wrong results with loss scaling on this device."""
 
     def compute_context(self, *, is_step: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Return the context for running the model, which explains errors that only this device raises."""
+        """Return the context for running the model. `is_step` is whether the work is an optimizer step.
+
+        A device may use it to select its kernels and to explain its errors.
+        """
         return contextlib.nullcontext()
 
     def graphs(self) -> "AbstractGraphs | None":
-        """Return a graph capturer with a new memory pool, or None if the device does not support graphs."""
+        """Return a new graph capturer with its own memory pool, or None if the device does not support graphs."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUsage:
-    """Memory counters in bytes, read without waiting for the device, or None if the device has no such counter."""
+    """Memory counters in bytes. A counter that the device does not provide is None."""
 
     allocated: int | None = None
-    """Bytes of live tensors."""
+    """Bytes of live tensors. On the CPU, the resident memory of the process."""
     reserved: int | None = None
     """Bytes taken from the system, including caches."""
     peak: int | None = None
     """Maximum of `allocated` since the last reset."""
     limit: int | None = None
-    """Recommended maximum of the device."""
+    """Total memory of the device. On MPS, the maximum that Metal recommends."""
 
 
 class DeviceMemory:
-    """Memory counters and caches of a device."""
+    """Memory counters and cache of a device."""
 
     is_shared_with_host = False
-    """Whether the device uses host memory. A copy on the host then reduces the memory for training."""
+    """Whether the device uses host memory. A copy on the host then takes memory from training."""
 
     def usage(self) -> MemoryUsage:
+        """Return the current counters without waiting for the device."""
         return MemoryUsage()
 
     def free_bytes(self) -> int | None:
-        """Return the free memory of the device in bytes, for all processes, or None if it uses host memory."""
+        """Return the bytes of device memory that no process uses, or None if the device has no memory of its own."""
         return None
 
     def reset_peak(self) -> None:
-        """Reset the peak, if the device has such a counter."""
+        """Reset the peak counter, if the device has one."""
 
     def empty_cache(self) -> None:
-        """Return cached memory to the system. Waits for the device, so do not call this during a step."""
+        """Return cached memory to the system. This may wait for the device, so do not call it during a step."""
 
     def keep_freed(self) -> AbstractContextManager[object]:
-        """Return a context that keeps freed tensor memory in this process instead of returning it to the system."""
+        """Return a context that keeps freed memory in this process instead of returning it to the system."""
         return contextlib.nullcontext()
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """Allocate host memory that the device can copy to quickly."""
+        """Allocate a uint8 tensor in host memory to which the device copies quickly."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class DeviceMonitor:
-    """Reports failures and events of a device that raise no error."""
+    """Detects device failures that raise no error, and collects events to report."""
 
     def watch(self, *, has_fallback: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Return a context that watches the device during training."""
+        """Return a context that watches the device during training. `has_fallback` is whether MPS may use the CPU."""
         return contextlib.nullcontext()
 
     def check(self, *, wait: bool = False) -> None:
-        """Raise WhetError if the device has failed silently. With `wait`, first examine all output written so far."""
+        """Raise WhetError if the device has failed silently. With `wait`, wait for reports of all earlier failures."""
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Return the events since the last call, as pairs of event kind and fields."""
+        """Return an iterator over the events since the last call, as pairs of kind and fields."""
         return iter(())
 
 
 class AbstractGraphs(ABC):
-    """Captures work once and replays it as a single launch.
+    """Captures work once and replays it with a single launch.
 
-    All graphs of an instance share a memory pool, so they must not be replayed at the same time. Capturing computes
-    nothing: existing tensors and the generator of the device are unchanged afterward. Side effects of the Python code
-    remain.
+    All graphs of an instance share a memory pool, so they must not be replayed at the same time. A capture does not
+    change existing tensors or the generator of the device. Side effects of the Python code remain.
     """
 
     @abstractmethod
     def warm_up(self) -> AbstractContextManager[list[str]]:
         """Return a context for running work eagerly before its capture.
 
-        The context yields a list, which receives the source lines that synchronize with the device.
+        The context yields a list, to which it adds the source lines or operators that synchronize with the device.
         """
 
     @abstractmethod
     def capture(self, work: Callable[[], Made]) -> tuple[Replay, Made]:
-        """Capture `work` and return a replay function and the result, whose tensors each replay fills again.
+        """Capture `work`, and return a replay function and the result. Each replay overwrites the result's tensors.
 
-        Errors of `work` are raised unchanged. After an error, do not replay earlier graphs. The device stays usable.
+        Errors of `work` are raised unchanged. After an error, the device stays usable, but do not replay earlier
+        graphs.
         """
 
     @abstractmethod
     def forget(self) -> None:
-        """Start a new memory pool. Graphs captured so far must not be replayed."""
+        """Start a new memory pool. Do not replay graphs captured before this call."""

@@ -1,6 +1,6 @@
 """Make torch's waiting threads sleep instead of spin while other programs use the cores.
 
-The number of threads stays as planned, because the last bits of sums depend on it. The way threads wait does not affect
+The number of threads stays as planned, because the rounding of sums depends on it. How threads wait does not affect
 results (docs/choices/0022).
 """
 
@@ -14,23 +14,23 @@ from whet.machine.load import ThreadTimes, thread_times
 
 READ_EVERY_SECONDS = 0.25
 MAX_WAITING_SHARE = 0.1
-"""While threads spin: the maximum share of time that the training thread may be runnable without a core.
+"""If the training thread is runnable without a core for more than this share of its time, threads stop spinning.
 
-One other busy process on two cores causes about a third; on an idle machine it is less than a hundredth.
+On two cores, one other busy process raises the share to about a third. On an idle machine it is below a hundredth.
 """
 MAX_WAKE_SECONDS = 100e-6
-"""While threads sleep: the maximum mean time that the training thread may wait for a core after it is woken.
+"""If the training thread waits longer than this for a core after a wakeup, on average, threads keep sleeping.
 
-On an idle machine it is a few microseconds; beside a load of 14 on two cores, 170 to 410.
+On an idle machine it waits a few microseconds. On two cores with a load average of 14, it waits 170 to 410.
 """
 MIN_SLEEPING_SECONDS, MAX_SLEEPING_SECONDS = 30.0, 480.0
-"""Seconds before sleeping threads try to spin again. They double each time the cores are still busy."""
+"""Limits of the time that threads sleep before they try to spin again. It doubles if the cores are still busy."""
 
 
 class ContentionWatch:
     """Measures how long a thread waits for a core, and switches torch's threads between spinning and sleeping.
 
-    Threads that spin only briefly (`env.set_brief_spin`) are watched too: beside many programs even that is too long.
+    Threads that spin only briefly (`env.set_brief_spin`) are switched too. On a busy machine, even that is too long.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class ContentionWatch:
         self._last: ThreadTimes | None = None
         self._sleep_seconds = MIN_SLEEPING_SECONDS
         self._spin_at = 0.0
-        """The total of the thread's times at which threads may spin again. Pauses of the training do not count."""
+        """`ThreadTimes.total` at which threads may spin again. Time in which the training thread sleeps is excluded."""
         self._is_over = threading.Event()
         self.was_contended = False
-        """Whether threads have slept since the watch began."""
+        """Whether the watch has made threads sleep."""
 
     def run(self) -> None:
-        """Read the times at intervals until `stop`. Runs in a separate thread, because a step may take minutes."""
+        """Call `read` at intervals until `stop`. Runs in a separate thread, because a step may take minutes."""
         while self.read() and not self._is_over.wait(READ_EVERY_SECONDS):
             pass
         self._spin()
@@ -61,7 +61,7 @@ class ContentionWatch:
         self._is_over.set()
 
     def read(self) -> bool:
-        """Read the times of the thread and act on them. Return False if the system does not provide them."""
+        """Read the thread's times, and switch if necessary. Return False if the system does not provide the times."""
         times = self._read_times(self._thread_id)
         last, self._last = self._last, times
         if times is None:
@@ -72,7 +72,7 @@ class ContentionWatch:
         if self._idle is not None:
             is_shared = waited > MAX_WAKE_SECONDS * max(1, times.slices - last.slices)
             if times.total >= self._spin_at and not is_shared:
-                # Only spinning threads show reliably whether the cores are free.
+                # Whether the cores are free is measured reliably only while threads spin.
                 self._spin()
         elif waited > MAX_WAITING_SHARE * (times.total - last.total):
             self._idle = self._start_idle()
@@ -94,9 +94,9 @@ _active: ContentionWatch | None = None
 
 @contextmanager
 def watch_contention() -> Iterator[ContentionWatch]:
-    """Switch between spinning and sleeping threads while entered, unless the user has set how threads wait.
+    """Run a ContentionWatch for the current thread, unless the user has set how threads wait.
 
-    A nested call returns the watch of the outer one.
+    A nested call yields the watch of the outer call.
     """
     global _active
     watch = _active or ContentionWatch()

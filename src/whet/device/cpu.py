@@ -1,4 +1,4 @@
-"""The CPU device, with heap settings and the number of threads."""
+"""The CPU device, its number of threads, and the settings of the C heap."""
 
 import contextlib
 import ctypes
@@ -20,7 +20,7 @@ from whet.device.abstract import AbstractDevice, DeviceMemory, MemoryUsage
 
 @final
 class CpuDevice(AbstractDevice):
-    """The CPU of this machine. It has no queue, so every call is complete when it returns."""
+    """The CPU of this machine. Every operation is complete when its call returns."""
 
     kind = "cpu"
     attention_kernels = ("flash", "math")
@@ -39,7 +39,7 @@ class CpuDevice(AbstractDevice):
 
 @final
 class CpuMemory(DeviceMemory):
-    """Memory counters of this process, and the heap of the C library."""
+    """Memory counters of this process, and the heap of the C library as its cache."""
 
     def usage(self) -> MemoryUsage:
         process = psutil.Process().memory_info()
@@ -52,15 +52,15 @@ class CpuMemory(DeviceMemory):
         trim_heap()
 
     def reset_peak(self) -> None:
-        # Trim first. Otherwise the peak would include memory that was freed but is still held by the C library.
+        # Trim first. Otherwise the peak would include freed memory that the C library has not returned.
         trim_heap()
-        # Writing 5 resets the peak of the process (VmHWM) on Linux. Other systems have no such counter.
+        # Writing 5 resets the peak resident memory (VmHWM) on Linux. Other systems have no such counter.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def _process_peak_bytes() -> int | None:
-    """Return the peak memory of this process since the last reset, or None if the system does not count it."""
+    """Return the peak resident memory of this process in bytes since the last reset, or None if it is not counted."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -73,15 +73,15 @@ def _process_peak_bytes() -> int | None:
 
 
 def set_num_threads(number: int) -> None:
-    """Set torch's number of CPU threads if it differs."""
-    # Setting the same number again is not free: it made attention on the CPU a third slower (docs/lab.md).
+    """Set torch's number of CPU threads, unless it is already set to this number."""
+    # Setting the same number again made attention on the CPU a third slower (docs/lab.md).
     if number != torch.get_num_threads():
         torch.set_num_threads(number)
 
 
 @contextlib.contextmanager
 def preserve_num_threads() -> Iterator[None]:
-    """Restore torch's number of threads on exit."""
+    """Restore torch's number of CPU threads on exit."""
     number = torch.get_num_threads()
     try:
         yield
@@ -90,15 +90,16 @@ def preserve_num_threads() -> Iterator[None]:
 
 
 class IdleThreads:
-    """OpenMP threads beyond the number of cores, asleep. While they exist, threads that wait in torch hardly spin.
+    """Sleeping OpenMP threads that exceed the number of cores, so that torch's waiting threads spin only briefly.
 
-    libgomp reads GOMP_SPINCOUNT when torch is loaded. Later only this changes how long threads spin: 300,000 turns, or
-    100 if there are more OpenMP threads than cores (the manual of libgomp on GOMP_SPINCOUNT).
+    libgomp reads GOMP_SPINCOUNT only once, when it is loaded. But if there are more OpenMP threads than cores, waiting
+    threads spin for 100 iterations instead of 300,000, the default (libgomp manual, GOMP_SPINCOUNT).
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._is_over = threading.Event()
-        # The pool of a thread ends with the thread. Its size counts the thread itself, and torch has a pool already.
+        # libgomp keeps a thread pool per calling thread, for as long as that thread lives. The size includes the
+        # calling thread. torch's own pool counts toward the number of cores.
         size = max(2, len(os.sched_getaffinity(0)) - torch.get_num_threads() + 2)
         self._thread = threading.Thread(target=self._hold, args=(library, size), name="whet-idle-threads", daemon=True)
         self._thread.start()
@@ -108,55 +109,55 @@ class IdleThreads:
         self._thread.join()
 
     def _hold(self, library: ctypes.CDLL, size: int) -> None:
-        # Any C function that needs no GIL and no memory serves as the body of the parallel region.
+        # The body of the parallel region can be any C function that needs neither the GIL nor memory.
         nothing = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p)
         library.GOMP_parallel(nothing, None, ctypes.c_uint(size), ctypes.c_uint(0))
         self._is_over.wait()
 
 
 def start_idle_threads() -> IdleThreads | None:
-    """Start idle threads, or None if torch does not use libgomp."""
+    """Start idle threads and return them, or return None if torch does not use libgomp."""
     path = _libgomp_path()
     return None if path is None else IdleThreads(ctypes.CDLL(path))
 
 
 def _libgomp_path() -> str | None:
-    """Return the path of the libgomp that torch has loaded, or None on other systems and with other libraries."""
+    """Return the path of the libgomp that torch has loaded, or None if there is none or the system is not Linux."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return None
     paths = {line.split(maxsplit=5)[5] for line in lines if "/libgomp" in line}
-    # Other packages may bring a libgomp of their own.
+    # Other packages may bring their own libgomp, so prefer the one in torch's folder.
     own = [path for path in paths if Path(path).parent == Path(torch.__file__).parent / "lib"]
     return next(iter(own or sorted(paths)), None)
 
 
 # --- heap ------------------------------------------------------------------------------------------------------------
 # A step frees its activations, and the next step allocates the same amount. If the C library returns the memory to the
-# system, every page is faulted in and zeroed again. That costs 3 % of a text step, and a fifth of a step of a small
-# convolutional network (docs/lab.md).
+# system, every page must be faulted in and zeroed again. That takes 3 % of a text step, and a fifth of a step of a
+# small convolutional network (docs/lab.md).
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt: free bytes to keep at the end of the heap, and minimum size of separately mapped blocks."""
+"""Parameters of mallopt: the free bytes to keep at the top of the heap, and the minimum size of blocks from mmap."""
 _DISABLED = -1
 _MMAP_FROM_BYTES = 256 << 20
-"""Larger blocks are mapped separately, because blocks of varying sizes fragment the heap.
+"""Blocks from this size on are allocated with mmap, because large blocks of varying sizes fragment the heap.
 
-With tensors of up to 200 MB, a threshold of 1 GB doubled the peak.
+With tensors of up to 200 MB, a threshold of 1 GB doubled the peak memory.
 """
 _GLIBC_MMAP_MAX_BYTES = 32 << 20
-"""Maximum to which glibc raises its mmap threshold by default. It trims the heap at twice that size."""
+"""Maximum of glibc's dynamic mmap threshold. By default, glibc sets the trim threshold to twice the mmap threshold."""
 
 _holders: list[object] = []
-"""Active `keep_freed_memory` contexts. The process has one heap, so the last context to exit restores it."""
+"""Active `keep_freed_memory` contexts. The heap is shared, so the last context to exit restores its settings."""
 
 
 @contextlib.contextmanager
 def keep_freed_memory() -> Iterator[None]:
     """Keep freed memory in this process, and return it to the system on exit.
 
-    Has an effect only with glibc, and only if the user has not configured malloc by environment variables.
+    This has an effect only with glibc, and only if the user has not configured malloc with environment variables.
     """
     set_limit = _mallopt()
     if set_limit is None or env.malloc_variable() is not None:
@@ -196,7 +197,7 @@ def _restore_limits(set_limit: Callable[[int, int], int]) -> None:
 
 
 def _reset_in_child() -> None:
-    """Restore the defaults in forked data workers, which do not reuse the memory they free."""
+    """Restore the defaults in a forked process, because data workers do not reuse the memory they free."""
     set_limit = _mallopt()
     if _holders and set_limit is not None:
         _holders.clear()

@@ -14,12 +14,12 @@ from whet.device.abstract import AbstractDevice, AbstractGraphs, DeviceMemory, M
 from whet.device.kernels.switches import use_whet_kernels
 
 _SYNC_WARNING = "called a synchronizing"
-"""Start of torch's warning about a synchronization (c10/cuda/CUDAFunctions.cpp, torch 2.11 to 2.13)."""
+"""Prefix of torch's warning about a synchronization (c10/cuda/CUDAFunctions.cpp, torch 2.11 to 2.13)."""
 
 
 @final
 class CudaDevice(AbstractDevice):
-    """One NVIDIA GPU."""
+    """One CUDA GPU."""
 
     kind = "cuda"
     # Fused optimizer kernels read the learning rate from GPU memory as float32.
@@ -49,7 +49,7 @@ class CudaDevice(AbstractDevice):
         return tensor.to(self._torch_device)
 
     def put_async(self, tensor: Tensor) -> Tensor:
-        # A copy is asynchronous only from pinned memory.
+        # A copy from host memory is asynchronous only if the memory is pinned.
         return tensor.pin_memory().to(self._torch_device, non_blocking=True)
 
     def sync(self) -> None:
@@ -124,11 +124,12 @@ def cuda_unavailable_reason() -> str | None:
 
 @final
 class CudaGraphs(AbstractGraphs):
-    """Captures CUDA graphs, and repairs the state of torch after a failed capture."""
+    """Captures CUDA graphs, and repairs torch's state after a failed capture."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Warm-ups and captures use the same stream, because autograd remembers the stream of a parameter's first use.
+        # Use the same stream for warm-ups and captures, because autograd remembers the stream of a parameter's first
+        # use.
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
 
@@ -139,18 +140,18 @@ class CudaGraphs(AbstractGraphs):
 
     def capture(self, work: Callable[[], Made]) -> tuple[Replay, Made]:
         torch.cuda.synchronize(self._device)
-        # The pool of the graph cannot use memory that eager steps have cached.
+        # The pool of the graph cannot use memory that the allocator has cached for eager steps.
         torch.cuda.empty_cache()
         rng_state = torch.cuda.get_rng_state(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
             with self._on_own_stream():
-                # thread_local: another thread may write a checkpoint at the same time.
+                # Use thread_local, because another thread may copy a checkpoint at the same time.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     made = work()
                 except BaseException:
-                    # capture_end also raises, with a less specific message.
+                    # Here capture_end raises too, with a less specific message.
                     with suppress(Exception):
                         graph.capture_end()
                     raise
@@ -166,7 +167,7 @@ class CudaGraphs(AbstractGraphs):
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
-        """Run on the capture stream, after all earlier work and before all later work of the current stream."""
+        """Run on the capture stream, after all earlier and before all later work of the current stream."""
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         try:
@@ -178,12 +179,12 @@ class CudaGraphs(AbstractGraphs):
     def _repair(self, rng_state: Tensor) -> None:
         """Restore the allocator and the generator after a failed capture.
 
-        torch may leave both in capture mode (pytorch#180395, #190308). Raises WhetError if the GPU stays unusable.
+        torch may leave both in capture mode (pytorch#180395, #190308). Raises WhetError if the GPU remains unusable.
         """
         with suppress(Exception):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
-        # Drawing a number fails if the generator is still in capture mode. Replace its state in that case.
+        # Drawing a number fails if the generator is still in capture mode. In that case, replace its state.
         try:
             torch.rand(1, device=self._device)
         except RuntimeError:
@@ -204,7 +205,7 @@ class CudaGraphs(AbstractGraphs):
 
 @contextmanager
 def _record_syncs() -> Iterator[list[str]]:
-    """Yield a list that receives the source lines of this thread that synchronize with the device."""
+    """Yield a list, to which each synchronization with the device by this thread adds its source line."""
     syncs: list[str] = []
     thread, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """Environment variables that torch reads.
 
 This module does not import torch, because MPS reads its fallback switch during that import. The MPS part is based on
-the sources of PyTorch 2.13 (MPSFallback.mm, MPSAllocator.mm) and has not been run on a real Mac.
+the source code of PyTorch 2.13 (MPSFallback.mm, MPSAllocator.mm), and has not been run on a real Mac.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ _FIX = f"export {HIGH}=1.0 {LOW}=0.9, or unset both"
 
 
 def configure_before_torch(*, mps_fallback: bool, deterministic: bool = False) -> None:
-    """Set variables that must be set before torch is imported."""
+    """Set the environment variables that torch reads during its import or at the first use of a device."""
     if deterministic:
-        # cuBLAS reads this at startup. Without it, some products have no deterministic kernel.
+        # cuBLAS reads this when it is initialized. Without it, matrix products may not be deterministic.
         env.set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     if mps_fallback:
         env.set_defaults({FALLBACK: "1"})
@@ -35,15 +35,14 @@ def configure_before_torch(*, mps_fallback: bool, deterministic: bool = False) -
 def configure_mps_memory() -> None:
     """Set the memory watermarks of MPS, unless the user has set one.
 
-    Call this before the first allocation or memory query of MPS. Raises UsageError for a pair of values with which MPS
-    would abort.
+    Call this before the first allocation or memory query of MPS. Raises UsageError for values that MPS would reject.
     """
     _set_watermarks()
     _check_watermarks()
 
 
 def check_mps_memory(watermarks: tuple[float, float]) -> None:
-    """Raise if the watermarks of a plan are not in force: torch has read others before."""
+    """Raise UsageError if the environment, which torch has already read, has other watermarks than the plan."""
     current = _read_ratio(HIGH), _read_ratio(LOW)
     if current != watermarks:
         raise UsageError(
@@ -54,15 +53,15 @@ def check_mps_memory(watermarks: tuple[float, float]) -> None:
 
 
 def configure_compile_cache() -> None:
-    """Cache compiled code in whet's home folder, so that the next start of the same training run is faster.
+    """Cache compiled code in whet's home folder, so that the same training run starts faster the next time.
 
-    The default of torch is a temporary folder, which a reboot deletes. The cache holds code that is executed, so only
-    the user may write to it.
+    torch's default is a temporary folder, which a reboot may delete. The cache holds code that is executed, so only the
+    user may write to it.
     """
     folder = env.home() / "compiled"
-    # Without a user name (KeyError) or a writable home folder, keep the default of torch.
+    # Without a user name (KeyError) or a writable home folder, keep torch's default.
     with contextlib.suppress(OSError, KeyError):
-        # Importing torch's compiler sets the variable to its default. That value is not a choice of the user.
+        # Importing torch's compiler sets the variable to its default. Such a value is not the user's choice.
         default = Path(tempfile.gettempdir()).absolute() / f"torchinductor_{getpass.getuser()}"
         _make_private(folder)
         env.set_defaults({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=(str(default),))
@@ -71,16 +70,16 @@ def configure_compile_cache() -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder that only this user can use. Raises PermissionError for one of another user."""
+    """Create a folder that only this user can access. Raises PermissionError if another user owns it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # For root, changing the mode of another user's folder does not fail, so compare the owner.
+    # Check the owner, because root can change the mode of any folder.
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
     folder.chmod(0o700)
 
 
 def has_fallback() -> bool:
-    """Return whether the MPS fallback is enabled. Any value except 0 enables it."""
+    """Return whether the MPS fallback is enabled. Any nonempty value except 0 enables it."""
     return env.read(FALLBACK) not in (None, "0")
 
 

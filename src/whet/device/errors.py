@@ -1,4 +1,4 @@
-"""Recognize out-of-memory errors and GPU failures, explain MPS errors, and hide warnings that whet handles."""
+"""Recognize out-of-memory errors and GPU failures, explain MPS errors, and hide warnings that whet replaces."""
 
 import re
 import traceback
@@ -24,17 +24,20 @@ OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""Starts of out-of-memory messages. The type is not enough, because MPS raises a plain RuntimeError (torch 2.13)."""
+"""Prefixes of out-of-memory messages. The type is not enough, because MPS raises a plain RuntimeError (torch 2.13)."""
 
 FALLBACK_WARNING = r"The operator '[\w:.]+' is not currently supported on the MPS backend and will fall back"
-"""Hidden, because it names only the first operator. The report of a run lists all operators and their cost."""
+"""Regular expression of a warning that is hidden, because torch emits it only for the first operator.
+
+whet reports all operators that fall back, with their cost.
+"""
 PIN_MEMORY_WARNING = r"'pin_memory' argument is set as true but not supported on MPS"
-"""Hidden, because rule L4 already reports that nothing is pinned."""
+"""Regular expression of a warning that is hidden, because rule L4 already reports that nothing is pinned."""
 
 COMMAND_BUFFER_TEXT = "MPS command buffer execution failed"
-"""Start of the error that torch raises since 2.15 if the GPU has failed, at the next point that waits for the GPU.
+"""Prefix of the error that torch 2.15 and later raise at the first synchronization after a GPU failure.
 
-If memory ran out, it is a torch.OutOfMemoryError.
+If the GPU ran out of memory, the type is torch.OutOfMemoryError.
 """
 
 _MISSING_OPERATOR = re.compile(r"The operator '([\w:.]+)' is not currently implemented for the MPS device")
@@ -43,7 +46,7 @@ _NARROWER = {torch.float64: "float32", torch.complex128: "complex64"}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out.
+    """Return whether an error means that the device or the host ran out of memory.
 
     >>> is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 16.00 GiB, ..."))
     True
@@ -55,16 +58,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    # The message of the CPU allocator follows a source location: "[enforce fail at alloc_cpu.cpp:118] . ...".
+    # The CPU allocator puts a source location before its message: "[enforce fail at alloc_cpu.cpp:118] . ...".
     return text.startswith(OUT_OF_MEMORY_TEXTS) or (
         text.startswith("[enforce fail at") and "DefaultCPUAllocator:" in text
     )
 
 
 def is_gpu_failure(error: BaseException | None) -> bool:
-    """Return whether torch reports that the GPU has failed, in work that may be older than the current step.
+    """Return whether an error of torch reports a GPU failure.
 
-    What was computed since the last wait for the GPU is invalid, so a step cannot be undone or repeated by itself.
+    All results since the last synchronization are invalid. They may include earlier steps, so undoing or repeating the
+    current step is not enough.
     """
     return any(str(one).startswith(COMMAND_BUFFER_TEXT) for one in _chain(error))
 
@@ -76,13 +80,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class GpuFailedError(WhetError):
-    """The GPU has failed, and its results since then are invalid."""
+    """Raised when the GPU has failed. Its results since then are invalid."""
 
     def __init__(self, report: str) -> None:
-        """Explain a failure from the words of torch or Metal."""
+        """Choose the message by `report`, the text that torch or Metal gave."""
         kept = "the same command resumes from the last checkpoint, which is from before the failure"
         if any(word in report for word in WATCHDOG_TEXTS):
-            # Smaller batches do not help: the display waits for the sum of the work, not for one kernel.
+            # Smaller batches do not help, because the display waits for all queued work, not for one kernel.
             super().__init__(
                 "macOS stopped the GPU's work because the display had to wait for it",
                 got=f"{report}; the results since then are invalid",
@@ -103,7 +107,7 @@ class GpuFailedError(WhetError):
 
 
 def explain_gpu_failure(error: BaseException | None) -> GpuFailedError | None:
-    """Return an explanation if torch reports that the GPU has failed, or None for other errors."""
+    """Return a GpuFailedError if torch reports a GPU failure, or None for other errors and for GpuFailedError."""
     if isinstance(error, GpuFailedError):
         return None
     reported = next((str(one) for one in _chain(error) if str(one).startswith(COMMAND_BUFFER_TEXT)), None)
@@ -111,7 +115,7 @@ def explain_gpu_failure(error: BaseException | None) -> GpuFailedError | None:
 
 
 class WideDtypeError(UsageError):
-    """A tensor has a dtype that the device does not support."""
+    """Raised for a float64 or complex128 tensor, which Metal does not support."""
 
     def __init__(self, tensor: Tensor, *, name: str = "a tensor", hint: str | None = None) -> None:
         narrow = _NARROWER[tensor.dtype]
@@ -123,23 +127,24 @@ class WideDtypeError(UsageError):
         )
 
     def named(self, name: str) -> "WideDtypeError":
-        """Return the same error with the name of the tensor."""
+        """Return the same error for the same tensor, with a name and without the custom hint."""
         return WideDtypeError(self._tensor, name=name)
 
 
 def check_dtype(tensor: Tensor, *, name: str = "a tensor", hint: str | None = None) -> None:
-    """Raise WideDtypeError for float64 and complex128, which Metal does not support."""
+    """Raise WideDtypeError if the tensor is float64 or complex128."""
     if tensor.dtype in _NARROWER:
         raise WideDtypeError(tensor, name=name, hint=hint)
 
 
 @contextmanager
 def explain_mps_errors() -> Iterator[None]:
-    """Convert MPS errors of the model's code into WhetErrors with a hint. Other errors are not changed."""
+    """Convert MPS errors raised in this context to WhetErrors with a hint. Other errors are raised unchanged."""
     try:
         yield
     except RuntimeError as error:
-        # NotImplementedError is one too. Memory that ran out is handled where the step can be repeated with less.
+        # NotImplementedError is a RuntimeError too. Out-of-memory errors are left to callers that can repeat the step
+        # with less memory.
         explained = None if is_out_of_memory(error) else explain_gpu_failure(error) or _explain(error)
         if explained is None:
             raise
@@ -166,9 +171,9 @@ def _explain(error: Exception) -> WhetError | None:
 
 
 def _user_line(error: Exception) -> str:
-    """Return a description of the innermost line of user code in a traceback."""
+    """Return a description of the innermost line of user code in the traceback."""
     frames = [(frame, code_origin(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
-    # whet called the model, so user frames come after the last frame of whet.
+    # whet called the user's code, so look only at frames after whet's last one.
     last_own = max((index for index, (_, origin) in enumerate(frames) if origin in ("whet", "recipe")), default=-1)
     user_frames = [frame for frame, origin in frames[last_own + 1 :] if origin == "you"]
     user_frames = user_frames or [frame for frame, origin in frames if origin == "recipe"]
@@ -180,7 +185,7 @@ def _user_line(error: Exception) -> str:
 
 @contextmanager
 def ignore_handled_warnings(*, has_fallback: bool) -> Iterator[None]:
-    """Hide only those warnings of torch whose content whet reports itself."""
+    """Hide the torch warnings whose content whet reports itself."""
     with warnings.catch_warnings():
         for text in (PIN_MEMORY_WARNING, *((FALLBACK_WARNING,) if has_fallback else ())):
             warnings.filterwarnings("ignore", message=text, category=UserWarning)

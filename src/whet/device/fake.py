@@ -1,4 +1,4 @@
-"""A device for tests: CPU tensors, a manual clock, a memory limit and simulated graphs."""
+"""A device for tests, with CPU tensors, a manual clock, a memory limit and simulated graphs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ SYNC_OPERATORS = (
     "unique_consecutive",
     "_unique2",
 )
-"""Operators whose result the host waits for."""
+"""Operators for whose results the host waits."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]
 """An operator, its positional and keyword arguments, and the tensors that it created."""
@@ -29,7 +29,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]
 
 @final
 class FakeDevice(AbstractDevice):
-    """Computes on the CPU, and raises the errors of an Apple GPU at its memory limit."""
+    """A device that computes on the CPU, and raises the out-of-memory error of MPS at its memory limit."""
 
     kind = "fake"
 
@@ -59,14 +59,14 @@ class FakeDevice(AbstractDevice):
 
 @final
 class FakeMemory(DeviceMemory):
-    """Memory that exists only as a counter."""
+    """Memory that is counted but not allocated."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._held_bytes = self._peak_bytes = 0
         self._limit_bytes = limit_bytes
 
     def hold(self, num_bytes: int) -> None:
-        """Allocate memory. Above the limit, raise the same error as MPS."""
+        """Count an allocation. Above the limit, raise the same error as MPS."""
         if self._held_bytes + num_bytes > self._limit_bytes:
             raise RuntimeError(
                 f"MPS backend out of memory (MPS allocated: {self._held_bytes / GB:.2f} GiB, "
@@ -92,10 +92,10 @@ class FakeMemory(DeviceMemory):
 
 @final
 class SimulatedGraphs(AbstractGraphs):
-    """Simulates graphs on the CPU: records operators while they run, undoes them, and replays them on the same memory.
+    """Simulates CUDA graphs on the CPU. It records operators while they run, undoes them, and replays them later.
 
-    As with CUDA, a replay executes no Python code: host values are constants, and replaced tensors are ignored.
-    Operators that synchronize cannot be captured.
+    As with CUDA, a replay executes no Python code and uses the same memory. So host values are constants, and a tensor
+    that replaces another one is not used. Operators that synchronize cannot be captured.
     """
 
     @contextmanager
@@ -115,11 +115,11 @@ class SimulatedGraphs(AbstractGraphs):
         return recording.replay, made
 
     def forget(self) -> None:
-        """Do nothing, because each recording keeps its memory separately."""
+        """Do nothing, because each recording has its own memory."""
 
 
 class _SyncRecorder(TorchDispatchMode):
-    """Lists the operators that would synchronize with a real device."""
+    """Records the names of operators that would synchronize with a real device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,22 +132,22 @@ class _SyncRecorder(TorchDispatchMode):
 
 
 class _GraphRecording(TorchDispatchMode):
-    """Records operators, and can undo and replay them."""
+    """Records operators while they run, and can undo and replay them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[Call] = []
         self._created: dict[int, Any] = {}
-        """Storages created during the capture. They are kept alive so that their addresses are not reused."""
+        """Storages created during the capture, kept alive so that their addresses are not reused."""
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        """Storages that existed before the capture and were written to, with their original values."""
+        """Views of older storages that the capture wrote to, and copies of their original values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_sync(func, args):
             raise RuntimeError(f"operation not permitted when stream is capturing (simulated): {_name(func)}")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # BatchNorm updates its running statistics, although its schema does not declare that.
+        # batch_norm updates its running statistics, although its schema does not declare it.
         for tensor in given if func._schema.is_mutable or "batch_norm" in _name(func) else ():
             self._save(tensor)
         result = func(*args, **kwargs)
@@ -178,7 +178,7 @@ class _GraphRecording(TorchDispatchMode):
 
 
 def _is_sync(func: Any, args: Any) -> bool:
-    """Whether the host waits for the values. Indexing with a mask waits, because the mask determines the size."""
+    """Return whether the host waits for the operator. Indexing with a mask waits, because the mask gives the size."""
     name = _name(func)
     if name in ("index", "index_put", "index_put_"):
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])

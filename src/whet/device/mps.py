@@ -1,4 +1,4 @@
-"""Apple GPUs through MPS. Based on the sources and issues of PyTorch; not run on a real Mac yet."""
+"""Apple GPUs through MPS. Based on PyTorch's source code and issues. Not yet run on a real Mac."""
 
 import time
 from collections import Counter
@@ -50,7 +50,7 @@ class MpsDevice(AbstractDevice):
 
     def put(self, tensor: Tensor) -> Tensor:
         check_dtype(tensor)
-        # Do not use non_blocking: such copies have read freed memory (pytorch#139550, #189690).
+        # Do not use non_blocking, because such copies have read freed memory (pytorch#139550, #189690).
         return tensor.to(self.torch_device)
 
     def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -60,7 +60,7 @@ class MpsDevice(AbstractDevice):
                 hint = "model.float() before the optimizer is made; or --device cpu"
                 check_dtype(tensor, name=f"{role} {name!r}", hint=hint)
         super().put_model(model)
-        # conv2d gives wrong results for weights that are not contiguous (pytorch#192212).
+        # conv2d gives wrong results with weights that are not contiguous (pytorch#192212).
         make_contiguous(model, optimizer)
 
     def sync(self) -> None:
@@ -113,17 +113,17 @@ class MpsDevice(AbstractDevice):
 
 @final
 class MpsMemory(DeviceMemory):
-    """Counters of the MPS allocator."""
+    """Counters and cache of the MPS allocator."""
 
     is_shared_with_host = True
 
     def __init__(self) -> None:
-        # The allocator counts the peak since torch 2.13 (pytorch#186748). For older versions, sample it at each mark.
+        # Since torch 2.13, the allocator counts the peak (pytorch#186748). For older versions, sample it at each mark.
         self._has_peak = torch_release() >= (2, 13)
         self._sampled_peak = 0
 
     def sample_peak(self) -> None:
-        """Update the sampled peak, if the allocator does not count it."""
+        """Update the sampled peak, unless the allocator counts the peak."""
         if not self._has_peak:
             self._sampled_peak = max(self._sampled_peak, torch.mps.current_allocated_memory())
 
@@ -148,7 +148,7 @@ class MpsMemory(DeviceMemory):
 
 @final
 class MpsMonitor(DeviceMonitor):
-    """Watches for GPU failures on standard error, and times operators that fall back to the CPU."""
+    """Detects GPU failures, and times operators that fall back to the CPU."""
 
     def __init__(self, sync: Callable[[], None]) -> None:
         self._sync = sync
@@ -164,13 +164,13 @@ class MpsMonitor(DeviceMonitor):
             self._timer = FallbackTimer(sync=self._sync) if has_fallback else None
             self._raises_failures = torch_release() >= (2, 15)
             if not self._raises_failures:
-                # Metal reports a failed command buffer only on standard error.
+                # Before torch 2.15, a failed command buffer is reported only on standard error.
                 self._watch = stack.enter_context(StderrWatch(*METAL_FAILURES, *GPU_MEMORY_TEXTS, *WATCHDOG_TEXTS))
             yield
 
     @contextmanager
     def time_fallbacks(self) -> Iterator[None]:
-        """Time fallbacks during one optimizer step, if the fallback is enabled."""
+        """Time CPU fallbacks during one optimizer step, if the fallback is enabled."""
         if self._timer is None:
             yield
             return
@@ -179,14 +179,14 @@ class MpsMonitor(DeviceMonitor):
 
     def check(self, *, wait: bool = False) -> None:
         if wait and self._raises_failures:
-            # torch raises what the GPU has reported at the next wait for it.
+            # At a synchronization, torch raises an error if the GPU has reported a failure.
             self._sync()
         if self._watch is None:
             return
         failures = self._watch.seen(wait=wait).intersection(METAL_FAILURES)
         if not failures:
             return
-        # The reason follows in other lines.
+        # Metal prints the reason on the next lines, so wait for them.
         seen = self._watch.seen(wait=True)
         reasons = " and ".join(repr(text) for text in (*WATCHDOG_TEXTS, *GPU_MEMORY_TEXTS) if text in seen)
         raise GpuFailedError(f"Metal's {min(failures)!r} on standard error, with {reasons or 'no reason'}")
@@ -210,9 +210,9 @@ class _FallbackCost:
 
 
 class FallbackTimer:
-    """Times operators that fall back to the CPU, in the first `num_steps` steps.
+    """Times operators that fall back to the CPU during the first `num_steps` steps.
 
-    Timing stops after a few steps because each timed call costs two extra synchronizations.
+    Timing stops then, because each timed call needs two extra synchronizations.
     """
 
     def __init__(self, *, num_steps: int = 2, sync: Callable[[], None]) -> None:
@@ -222,7 +222,7 @@ class FallbackTimer:
 
     @contextmanager
     def during_step(self) -> Iterator[None]:
-        """Time one optimizer step."""
+        """Time the fallbacks of one optimizer step, unless enough steps have been timed."""
         if self._steps_done >= self._num_steps:
             yield
             return
@@ -231,7 +231,10 @@ class FallbackTimer:
         self._steps_done += 1
 
     def result(self) -> dict[str, Any] | None:
-        """Return the calls and seconds per step by operator; None before all steps are timed, or without fallbacks."""
+        """Return the fields of a fallback event: the calls and seconds per step of each operator, and a message.
+
+        The result is None before all steps have been timed, and if no operator fell back.
+        """
         if self._steps_done < self._num_steps or not self._mode.costs:
             return None
         steps = self._steps_done
@@ -260,7 +263,7 @@ class _FallbackTimingMode(TorchDispatchMode):
         name = func.name()
         if not (falls_back(name) and _is_on_mps((args, kwargs))):
             return func(*args, **(kwargs or {}))
-        # Wait for queued work first, so that the time does not include it.
+        # Wait for earlier work, so that the time does not include it.
         self._sync()
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
@@ -272,13 +275,13 @@ class _FallbackTimingMode(TorchDispatchMode):
 
 
 def falls_back(name: str) -> bool:
-    """Whether an operator such as "aten::x.out" has no MPS implementation, following the dispatcher's lookup order."""
+    """Return whether an operator such as "aten::x.out" falls back to the CPU when it is called with MPS tensors."""
     namespace, _, name = name.partition("::")
     if namespace != "aten":
         return False
     status = operator_status(name, torch_operators())
     if status.way == "CompositeExplicitAutograd":
-        # The functional form x calls the in-place form x_, if there is one.
+        # The decomposition of an operator x calls its in-place form x_. If there is none, x does not fall back.
         base, dot, overload = name.partition(".")
         return falls_back(f"aten::{base}_{dot}{overload}")
     return status.kind in ("missing", "on the CPU")
@@ -295,7 +298,7 @@ def _is_on_mps(arguments: Any) -> bool:
 def make_contiguous(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Make every parameter contiguous in place, with its gradient and optimizer state.
 
-    Parameters that share memory are skipped, because they would no longer share it.
+    Parameters that share memory are skipped, because copying one would end the sharing.
     """
     owners = Counter(_storage_address(tensor) for tensor in {id(p): p for p in model.parameters()}.values())
     for parameter in model.parameters():
@@ -305,7 +308,7 @@ def make_contiguous(model: nn.Module, optimizer: Optimizer | None = None) -> Non
         if parameter.grad is not None:
             parameter.grad = parameter.grad.contiguous()
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-        # Fused kernels need the state in the same layout.
+        # Fused optimizer kernels need the state in the same layout as the parameter.
         state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0})
 
 

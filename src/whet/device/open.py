@@ -1,4 +1,4 @@
-"""Open a device by name, and describe the machine of this process."""
+"""Open a device by name, and describe the machine that this process runs on."""
 
 from dataclasses import dataclass
 
@@ -19,22 +19,24 @@ from whet.machine.pressure import read_system_state
 from whet.machine.probe import assemble_machine, read_system
 from whet.machine.torch_info import CudaInfo, TorchInfo
 
-# "auto" tries the devices in this order.
+# "auto" tries these devices in order.
 UNAVAILABLE_REASONS = {"cuda": cuda_unavailable_reason, "mps": mps_unavailable_reason}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectedDevice:
-    """A device, and why it is not the requested one, or None if it is."""
+    """An opened device, and whether it replaces the requested one."""
 
     device: AbstractDevice
     fallback_reason: str | None = None
+    """Why the CPU was opened instead of the requested device, or None if it was not."""
 
 
 def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies: bool = False) -> SelectedDevice:
     """Open a device by name: auto (cuda, else mps, else cpu), cuda, cuda:1, mps, cpu or fake.
 
-    Raises WhetError if the device cannot be used. With on_failure="cpu", the CPU is opened instead, with the reason.
+    Raises WhetError if the device cannot be used. With on_failure="cpu", it opens the CPU instead. `overlaps_copies`
+    makes copies from the host to a CUDA device asynchronous.
     """
     kind, _, index = name.partition(":")
     if kind == "auto":
@@ -50,7 +52,7 @@ def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies
 
 
 def rank_device(name: str, local_rank: int) -> str:
-    """Return the device of a rank. Each rank on a machine gets one GPU; ranks share GPUs if there are fewer."""
+    """Return the device name for a rank. Each rank on a machine gets its own GPU, unless there are too few GPUs."""
     if name != "cuda" or local_rank == 0:
         return name
     return f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
@@ -73,7 +75,7 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
                 try_="--device cuda",
             )
         return CudaDevice(index, overlaps_copies=overlaps_copies)
-    # `open_device` has checked the name, so the kind is known.
+    # `open_device` has checked that the kind is one of these.
     return {"mps": MpsDevice, "cpu": CpuDevice, "fake": FakeDevice}[kind]()
 
 
@@ -83,8 +85,8 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
 def current_machine() -> tuple[Machine, SystemState]:
     """Return the machine and its current state, as `whet probe` reports them.
 
-    This takes milliseconds, because torch is already loaded. If a virtual Mac is installed, the machine is the
-    simulated one, and its state is that of this computer except for simulated readings.
+    This takes milliseconds, because torch is already loaded. If a virtual Mac is installed, it returns the simulated
+    machine, and the state of this computer with the simulated readings.
     """
     machine = installed_virtual_mac() or assemble_machine(read_system(), torch=_torch_facts())
     environment = read_environment(is_deterministic=torch.are_deterministic_algorithms_enabled())
@@ -92,7 +94,7 @@ def current_machine() -> tuple[Machine, SystemState]:
 
 
 def with_simulated_state(system_state: SystemState) -> SystemState:
-    """Return the state with the readings that a virtual Mac simulates."""
+    """Return `system_state`, with the readings that a virtual Mac simulates in place of the real ones."""
     simulated = simulated_state()
     if simulated is None:
         return system_state
@@ -102,7 +104,7 @@ def with_simulated_state(system_state: SystemState) -> SystemState:
 def _torch_facts() -> TorchInfo:
     has_mps = mps_unavailable_reason() is None
     if has_mps:
-        # MPS reads the watermarks at the first memory query, which follows below.
+        # MPS reads the watermarks at the first memory query, which is the call of recommended_max_memory below.
         configure_mps_memory()
     return TorchInfo(
         version=str(torch.__version__),

@@ -1,8 +1,8 @@
-"""Operators and limits of MPS, of the installed torch and of other releases, read without importing torch.
+"""Operators and limits of MPS in the installed torch and in other releases, read without importing torch.
 
 Every wheel of torch contains its operator list (torchgen/packaged/ATen/native/native_functions.yaml), so the list
-matches the installed version. It is parsed line by line in 50 ms. A YAML parser would take seconds. For releases that
-are not installed, `mps_operators.toml` has the kernels that their macOS wheels register (tools/mps_operators.py).
+matches the installed version. Parsing it line by line takes 50 ms. A YAML parser would take seconds. For other
+releases, `mps_operators.toml` lists the kernels that their macOS wheels register (tools/mps_operators.py).
 """
 
 import importlib.metadata
@@ -18,13 +18,16 @@ from typing import Literal, NamedTuple
 from whet.base.errors import UsageError, WhetError
 
 MAX_BUFFER_SHARE = 0.75
-"""Assumed share of the recommended memory that one Metal buffer may use (maxBufferLength). Not measured on a Mac."""
+"""Assumed maximum size of a Metal buffer (maxBufferLength), as a share of the recommended memory.
+
+It has not been measured on a Mac.
+"""
 
 MAX_DIMENSIONS = 16
 MAX_DIMENSION_SIZE = 2**31 - 1
 MAX_ELEMENTS = 2**32
 MAX_CONV_CHANNELS = 65_536
-"""Maximum output channels of a convolution."""
+"""Maximum number of output channels of a convolution."""
 
 Release = tuple[int, int]
 
@@ -39,7 +42,7 @@ _IMPLICIT = "CompositeImplicitAutograd"
 
 @dataclass
 class OperatorEntry:
-    """One operator overload in the list."""
+    """One overload in torch's operator list."""
 
     name: str
     returns: str
@@ -49,34 +52,37 @@ class OperatorEntry:
     is_dispatched: bool = False
     """Whether the list has a dispatch table for the operator, even an empty one."""
     is_generated: bool = False
-    """Whether the operator is listed under `autogen`: torch generates it from another overload."""
+    """Whether torch generates the operator from another overload, which lists it under `autogen`."""
     is_on_cpu: bool = False
-    """Whether MPS runs the operator on the CPU, with or without the fallback (MPSFallback.mm)."""
+    """Whether MPS always runs the operator on the CPU, even if the fallback is disabled (MPSFallback.mm)."""
 
     @property
     def is_view(self) -> bool:
-        """Whether the operator returns an alias of an argument and writes nothing."""
+        """Whether the operator returns an alias of an argument and writes to nothing."""
         return "(a)" in self.returns
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorStatus:
-    """The way in which a backend runs an operator."""
+    """How a backend runs an operator."""
 
     kind: StatusKind
-    """How the operator runs.
+    """One of five cases.
 
-    "kernel": the backend has a kernel. "parts": it is decomposed into operators, which need kernels. "on the CPU": it
-    always runs on the CPU. "missing": it cannot run. "unknown": it is not in the list.
+    "kernel": the backend has a kernel. "parts": torch decomposes it into other operators, which need kernels. "on the
+    CPU": it always runs on the CPU. "missing": it has no implementation. "unknown": it is not in the list.
     """
     named: str
-    """Overload that appears in torch's error or warning."""
+    """The overload that torch names in an error or warning."""
     way: str = ""
-    """Dispatch key of the decomposition."""
+    """Dispatch key of the decomposition, or "" for other kinds."""
 
 
 def read_operators(path: Path | None = None) -> dict[str, OperatorEntry]:
-    """Return all overloads of torch's operator list by name, including generated ones."""
+    """Return all overloads in torch's operator list by name, including generated ones.
+
+    `path` is the list to read, or None for that of the installed torch.
+    """
     operators: dict[str, OperatorEntry] = {}
     generated: list[str] = []
     current, in_dispatch = None, False
@@ -93,7 +99,7 @@ def read_operators(path: Path | None = None) -> dict[str, OperatorEntry]:
             elif key[1] == "structured":
                 current.is_structured = key[2] == "True"
             elif key[1] == "ufunc_inner_loop":
-                # torch generates the kernels of both backends from the same loop.
+                # torch generates kernels for both backends from the same inner loop.
                 current.backends.update(("CPU", "CUDA"))
             elif key[1] == "autogen":
                 generated += [name.strip() for name in key[2].split(",")]
@@ -105,7 +111,7 @@ def read_operators(path: Path | None = None) -> dict[str, OperatorEntry]:
 
 
 def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: str = "MPS") -> OperatorStatus:
-    """Return how a backend runs the overload `name`, such as "add.Tensor", in the lookup order of the dispatcher."""
+    """Return how a backend runs the overload `name`, such as "add.Tensor", following the dispatcher's lookup order."""
     operator = operators.get(name)
     if operator is None:
         return OperatorStatus("unknown", name)
@@ -120,7 +126,7 @@ def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: 
         if way in operator.backends:
             return OperatorStatus("parts", name, way)
     if out is not None:
-        # The generated form calls the out= overload. That overload has no kernel and appears in the error.
+        # The generated kernel calls the out= overload. That overload has no kernel, so torch names it in the error.
         return OperatorStatus("missing", out.name)
     if _IMPLICIT in operator.backends or not (operator.is_dispatched or operator.is_structured):
         return OperatorStatus("parts", name, _IMPLICIT)
@@ -134,24 +140,25 @@ class MpsOperators(NamedTuple):
     """The operators of MPS in one release of torch, read from its macOS wheel."""
 
     kernels: frozenset[str]
-    """Overloads that the wheel registers a kernel for."""
+    """Overloads for which the wheel registers a kernel."""
     on_cpu: frozenset[str]
     """Overloads that always run on the CPU."""
     gone: frozenset[str]
-    """Overloads with a kernel in an earlier release that torch no longer has."""
+    """Overloads that had a kernel in an earlier release, and no longer exist in torch."""
 
 
 @cache
 def torch_operators(release: Release | None = None) -> dict[str, OperatorEntry]:
-    """Return the operator list of the installed torch, or with the MPS kernels of another release.
+    """Return the operator list of the installed torch, with the MPS kernels of `release`.
 
-    A step is traced with the installed torch, so its decompositions are used for other releases too. Among torch 2.11
-    to 2.15, the status of at most 3 of 3,100 common overloads depends on that.
+    None means the installed release. Steps are traced with the installed torch, so its decompositions are used for
+    other releases too. Between torch 2.11 and 2.15, this affects the status of at most 3 of 3,100 common overloads.
     """
     operators = read_operators()
     installed = _installed_release()
     releases = mps_releases()
-    # An installed release newer than the table has an operator list of its own, but its source must be guessed here.
+    # If the installed release is newer than the table, use its own list of kernels, and assume that the same operators
+    # run on the CPU as in the newest release of the table.
     mps = releases.get(release or installed) or releases[max(releases)]
     for name in mps.on_cpu & operators.keys():
         operators[name] = replace(operators[name], is_on_cpu=True)
@@ -170,7 +177,7 @@ def torch_operators(release: Release | None = None) -> dict[str, OperatorEntry]:
 
 @cache
 def mps_releases() -> dict[Release, MpsOperators]:
-    """Return the operators of MPS by release of torch, oldest first.
+    """Return the operators of MPS for each release of torch in the table, oldest first.
 
     >>> [name for name, mps in mps_releases().items() if "_ctc_loss" in mps.kernels]
     [(2, 14), (2, 15)]
@@ -179,7 +186,7 @@ def mps_releases() -> dict[Release, MpsOperators]:
     result: dict[Release, MpsOperators] = {}
     kernels, gone = frozenset[str](), frozenset[str]()
     for entry in tomllib.loads(table)["release"]:
-        # Every release lists only what differs from the one before.
+        # Each entry lists only the changes since the previous release.
         kernels = (kernels | set(entry["added"].split())) - set(entry["removed"].split())
         gone = gone | frozenset(entry["gone"].split())
         result[parse_release(entry["torch"])] = MpsOperators(kernels, frozenset(entry["on_cpu"].split()), gone)
@@ -187,7 +194,7 @@ def mps_releases() -> dict[Release, MpsOperators]:
 
 
 def parse_release(text: str) -> Release:
-    """Return a release of torch as numbers: "2.15", "2.15.0" and "2.15.0+cpu" are the same.
+    """Return the major and minor number of a torch version. "2.15", "2.15.0" and "2.15.0+cpu" give the same result.
 
     >>> parse_release("2.15.0+cpu")
     (2, 15)
@@ -199,7 +206,7 @@ def parse_release(text: str) -> Release:
 
 
 def known_release(text: str) -> Release:
-    """Return a release of torch whose operators are known, installed or in the table."""
+    """Parse a torch version. Raise UsageError unless that release is installed or in the table."""
     release = parse_release(text)
     known = sorted({*mps_releases(), _installed_release()})
     if release not in known:
@@ -213,7 +220,7 @@ def _installed_release() -> Release:
 
 
 def mps_kernels(operators: dict[str, OperatorEntry]) -> list[OperatorEntry]:
-    """Return the overloads that have an MPS kernel, directly or through their `out=` form."""
+    """Return the overloads that have an MPS kernel, directly or through their `out=` overload."""
     return [operator for operator in operators.values() if operator_status(operator.name, operators).kind == "kernel"]
 
 

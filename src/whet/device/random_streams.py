@@ -1,8 +1,9 @@
-"""Two streams of random numbers in one run: one for its steps, one for the code between them.
+"""Separate streams of random numbers for training steps and for the code between them.
 
-Code between steps may sample text, shuffle or evaluate with random numbers. Its draws must not move those of the steps,
-so the generators are switched at the borders of a step. A generator is switched only after code between steps has drawn
-from it: switching all of them would take longer than the rest of whet's work in a step.
+Code between steps may sample text, shuffle data or evaluate with random numbers. These draws must not affect the draws
+of later steps, so the generators are switched at the start and end of each step. A generator is switched only after
+code between steps has drawn from it, because switching all of them would take longer than the rest of whet's work in a
+step.
 """
 
 import ctypes
@@ -18,14 +19,14 @@ from torch import Tensor
 from whet.device.abstract import AbstractDevice
 
 _PREFIX, _BETWEEN = "rng/", "rng/between/"
-"""The prefixes of the tensors of both streams in a checkpoint."""
+"""Prefixes of the tensor names of the two streams in a checkpoint."""
 
 
 class RandomStreams:
-    """The states of all generators, for steps and for the code between them."""
+    """The generator states of both streams: steps, and the code between them."""
 
     def __init__(self, device: AbstractDevice, *, between_seed: int) -> None:
-        """Start with the current states. `between_seed` begins the stream of the code between steps."""
+        """Start the stream of steps with the current states. `between_seed` seeds the other stream."""
         self._device = device
         self._between_seed = between_seed
         self._generators: dict[str, _AbstractGenerator] = {
@@ -37,11 +38,11 @@ class RandomStreams:
             self._generators[device.kind] = _TorchGenerator(device.generator)
         self._is_in_step = False
         self._steps: dict[str, tuple[bytes, Any]] = {}
-        """The fingerprint and the state that the last step left, by generator."""
+        """Fingerprint and state of each generator after the last step."""
         self._between: dict[str, Any] = {}
-        """The state of the code between steps, for generators that such code has drawn from."""
+        """States of the stream between steps, for generators from which code between steps has drawn."""
         self._marks: dict[str, bytes] = {}
-        """The fingerprints at the end of the last step: another one shows that code between steps has drawn."""
+        """Fingerprints when the last step was left. If one differs, code between steps has drawn since then."""
         self._note_states()
 
     def enter_step(self) -> None:
@@ -50,14 +51,14 @@ class RandomStreams:
         for name, generator in self._generators.items():
             has_drawn = generator.fingerprint() != self._marks[name]
             if has_drawn:
-                # The first draws between steps came from the stream of steps, so that their stream begins elsewhere.
+                # The first draws between steps still came from the stream of steps. Start a separate stream after them.
                 is_first = name not in self._between
                 self._between[name] = generator.seeded(self._between_seed) if is_first else generator.get()
             if has_drawn or name in self._between:
                 generator.set(self._steps[name][1])
 
     def leave_step(self) -> None:
-        """Keep the states of the steps, and switch to the stream of the code between them."""
+        """Save the states of the stream of steps, and switch to the other stream."""
         self._is_in_step = False
         for name, generator in self._generators.items():
             mark = generator.fingerprint()
@@ -71,13 +72,13 @@ class RandomStreams:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the states of both streams as tensors and plain JSON. Nothing is switched."""
+        """Return the states of both streams as tensors and plain JSON, without switching."""
         live = {name: generator.get() for name, generator in self._generators.items()}
         if self._is_in_step:
             steps, between, has_between = live, {**live, **self._between}, bool(self._between)
         else:
             steps, between = {name: state for name, (_, state) in self._steps.items()}, live
-            # Code between steps may have drawn since the last step for the first time.
+            # Code between steps may have drawn for the first time since the last step.
             drawn = (one.fingerprint() != self._marks[name] for name, one in self._generators.items())
             has_between = bool(self._between) or any(drawn)
         tensors, facts = _encode(steps, _PREFIX)
@@ -87,7 +88,7 @@ class RandomStreams:
         return tensors | between_tensors, {**facts, "between": {**between_facts, "names": sorted(self._between)}}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Restore both streams. The generator of a device is restored only on the same kind of device."""
+        """Restore both streams from a checkpoint. A device's generator is restored only on the same kind of device."""
         self._set(_decode(tensors, facts, _PREFIX))
         self._note_states()
         self._between = {}
@@ -100,7 +101,8 @@ class RandomStreams:
             self._marks |= {name: self._generators[name].fingerprint() for name in self._between}
             return
         for name, generator in self._generators.items():
-            # Code between steps has drawn for the first time. The step that is left would have begun its stream.
+            # Code between steps had drawn for the first time before the capture. Without the interruption, the next
+            # `enter_step` would have started its stream.
             if name not in self._between and generator.fingerprint() != self._marks[name]:
                 self._between[name] = generator.seeded(self._between_seed)
             generator.set(self._steps[name][1])
@@ -116,7 +118,7 @@ class RandomStreams:
 
 
 def _encode(states: Mapping[str, Any], prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the states of generators as tensors and plain JSON."""
+    """Return the generator states of one stream as tensors, with names that start with `prefix`, and plain JSON."""
     version, words, gauss = states["python"]
     numpy = states["numpy"]
     tensors = {f"{prefix}{name}": state for name, state in states.items() if isinstance(state, Tensor)}
@@ -149,11 +151,11 @@ def _decode(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], prefix: str
 
 
 class _AbstractGenerator(ABC):
-    """A global generator. `fingerprint` is cheap: it is called twice in every step."""
+    """A global random number generator. `fingerprint` must be cheap, because every step calls it several times."""
 
     @abstractmethod
     def fingerprint(self) -> bytes:
-        """Return bytes that are different after any draw."""
+        """Return bytes that change with every draw."""
 
     @abstractmethod
     def get(self) -> Any:
@@ -165,7 +167,7 @@ class _AbstractGenerator(ABC):
 
     @abstractmethod
     def seeded(self, seed: int) -> Any:
-        """Return the state of a generator with this seed."""
+        """Return the state of a new generator with this seed."""
 
 
 class _TorchGenerator(_AbstractGenerator):
@@ -188,8 +190,9 @@ class _TorchGenerator(_AbstractGenerator):
 
 class _PythonGenerator(_AbstractGenerator):
     def __init__(self) -> None:
-        # random.getstate() takes 10 us. CPython keeps an int and 624 words behind the header of the object. Where that
-        # is not so, the words do not agree, and getstate() is used.
+        # random.getstate() takes 10 us, so read the memory of the object instead. CPython stores the index and 624
+        # state words after the object header. If they differ from getstate(), the layout is another one, and
+        # fingerprints use getstate().
         self._words: ctypes.Array[ctypes.c_uint32] | None = None
         own = random._inst
         if type(own).__sizeof__(own) >= object.__basicsize__ + 4 * 625:
@@ -214,8 +217,8 @@ class _PythonGenerator(_AbstractGenerator):
 
 class _NumpyGenerator(_AbstractGenerator):
     def __init__(self) -> None:
-        # np.random.get_state() takes 40 us. As long as nothing has drawn, the words of the generator are enough. Later
-        # a cached normal number counts too, which only get_state() returns.
+        # np.random.get_state() takes 40 us, so compare the state words in memory as long as nothing has been drawn.
+        # After that, the fingerprint must include the cached normal number, which only get_state() returns.
         self._own = np.random.mtrand._rand._bit_generator
         self._words: ctypes.Array[ctypes.c_uint32] | None = None
         self._unused: bytes | None = None

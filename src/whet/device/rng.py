@@ -1,4 +1,4 @@
-"""State of the random number generators of torch (CPU and device), Python and NumPy."""
+"""Save, restore and seed the random number generators of torch (CPU and device), Python and NumPy."""
 
 import random
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from whet.device.abstract import AbstractDevice
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all generators."""
+    """Seed the generators of torch (on all devices), Python and NumPy."""
     random.seed(seed)
-    # NumPy accepts 32-bit seeds only.
+    # NumPy accepts only 32-bit seeds.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 @contextmanager
 def preserve_rng(device: AbstractDevice) -> Iterator[None]:
-    """Restore every generator on exit, including that of the device."""
+    """Restore the generators of torch, Python, NumPy and the device on exit."""
     torch_states, host_states = get_torch_rng(device), get_host_rng()
     try:
         yield
@@ -32,34 +32,34 @@ def preserve_rng(device: AbstractDevice) -> Iterator[None]:
 
 
 # --- in memory -------------------------------------------------------------------------------------------------------
-# Restoring allocates nothing, so it works after an out-of-memory error.
+# Restoring these states allocates no memory, so it works after an out-of-memory error.
 
 
 def get_torch_rng(device: AbstractDevice) -> tuple[Tensor, Tensor | None]:
-    """Return the state of torch's generators: that of the CPU, and that of the device if it has one."""
+    """Return the states of torch's CPU generator and of the device's generator, or None if it has none."""
     return torch.get_rng_state(), None if device.generator is None else device.generator.get_state()
 
 
 def set_torch_rng(states: tuple[Tensor, Tensor | None], device: AbstractDevice) -> None:
-    """Restore torch's generators."""
+    """Restore the states from `get_torch_rng`."""
     torch.set_rng_state(states[0])
     if states[1] is not None and device.generator is not None:
         device.generator.set_state(states[1])
 
 
 def get_host_rng() -> tuple[Any, Any]:
-    """Return the state of the generators of Python and NumPy."""
+    """Return the states of the global generators of Python and NumPy."""
     return random.getstate(), np.random.get_state(legacy=False)
 
 
 def set_host_rng(states: tuple[Any, Any]) -> None:
-    """Restore the generators of Python and NumPy."""
+    """Restore the states from `get_host_rng`."""
     random.setstate(states[0])
     np.random.set_state(states[1])
 
 
 def host_rng_equal(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> bool:
-    """Return whether two states of `get_host_rng` are equal."""
+    """Return whether two results of `get_host_rng` are equal."""
     return ours[0] == theirs[0] and _comparable(ours[1]) == _comparable(theirs[1])
 
 

@@ -1,7 +1,7 @@
-"""Watch standard error for texts. Native libraries report some errors only there.
+"""Watch standard error for given texts, because native libraries report some errors only there.
 
 During a watch, file descriptor 2 is a pipe to a relay process, which runs this file as a program. The relay copies all
-output unchanged and in order. This includes the output of child processes and the last output of a crashing process.
+output unchanged and in order, including the output of child processes and the last output of a crashing process.
 """
 
 import contextlib
@@ -15,12 +15,16 @@ from types import TracebackType
 from typing import Self, final
 
 METAL_FAILURES = ("command buffer exited with error status", "Execution of the command buffer was aborted")
-"""Metal prints these and continues with undefined memory. Until torch 2.15 it is the only report of a GPU failure."""
+"""Texts that Metal prints when a command buffer fails. Training then continues with undefined results.
+
+Before torch 2.15, they are the only report of a GPU failure.
+"""
 WATCHDOG_TEXTS = ("ImpactingInteractivity", "Impacting Interactivity")
-"""macOS has ended a command buffer because the display had to wait for it (ml-explore/mlx#3267)."""
+"""Texts for a command buffer that macOS has stopped because the display had to wait for it (ml-explore/mlx#3267)."""
 GPU_MEMORY_TEXTS = ("Insufficient Memory", "ErrorOutOfMemory")
 
-# Protocol: MARK requests a PASSED once everything before it was examined. A text is reported as its number.
+# The watch writes MARK to standard error. The relay answers PASSED after it has examined everything before the MARK. It
+# reports a text by its index.
 MARK = b"\0whet\0"
 PASSED = b"."
 
@@ -31,7 +35,7 @@ _CHUNK = 65_536
 
 @final
 class StderrWatch:
-    """Detects texts on standard error. Does nothing if the relay cannot be started."""
+    """Detects given texts on standard error. Does nothing if the relay process cannot be started."""
 
     def __init__(self, *texts: str) -> None:
         assert len(texts) <= 10, "a text is reported by one digit"
@@ -46,7 +50,7 @@ class StderrWatch:
         return self
 
     def _start(self) -> None:
-        # Flush first, so that buffered output does not appear after later output of the relay.
+        # Flush first, so that output buffered before the watch is written directly.
         _flush()
         original = os.dup(_STDERR)
         with contextlib.ExitStack() as undo:
@@ -54,8 +58,8 @@ class StderrWatch:
             (source, target), (answers, answer_to) = os.pipe(), os.pipe()
             undo.callback(os.close, answers)
             try:
-                # Isolated and without site-packages, the relay starts in milliseconds. A new session protects it
-                # from Ctrl-C.
+                # In isolated mode and without site-packages, the relay starts in milliseconds. In its own session, it
+                # does not receive Ctrl-C.
                 command = [sys.executable, "-I", "-S", str(Path(__file__)), *self._texts]
                 relay = subprocess.Popen(command, stdin=source, stdout=answer_to, start_new_session=True)
                 os.dup2(target, _STDERR)
@@ -70,12 +74,15 @@ class StderrWatch:
             return
         _flush()
         self.seen(wait=True)
-        # A relay that has exited was stopped there.
+        # `seen` has already called `_stop` if the relay has exited.
         if self._relay is not None:
             self._stop()
 
     def seen(self, *, wait: bool = False) -> frozenset[str]:
-        """Return the texts that have appeared. With `wait`, first wait until all output so far was examined."""
+        """Return the texts that have appeared. With `wait`, first wait until the relay has examined all output so far.
+
+        The wait ends after two seconds at the latest.
+        """
         if self._relay is None:
             return frozenset(self._seen)
         if wait:
@@ -89,7 +96,7 @@ class StderrWatch:
             self._seen.update(text for number, text in enumerate(self._texts) if b"%d" % number in answer)
             is_passed |= PASSED in answer
             if not answer:
-                # The relay has exited. Reconnect standard error.
+                # The relay has exited, so restore standard error.
                 self._stop()
                 break
             if is_passed and wait:
@@ -102,7 +109,7 @@ class StderrWatch:
         os.dup2(self._original, _STDERR)
         for end in (self._original, self._answers):
             os.close(end)
-        # If the relay does not exit in time, let it run: child processes may still write to its pipe.
+        # If the relay does not exit in time, leave it running, because child processes may still write to its pipe.
         with contextlib.suppress(subprocess.TimeoutExpired):
             relay.wait(_MAX_WAIT_SECONDS)
 
@@ -113,13 +120,13 @@ def _flush() -> None:
 
 
 # --- relay process ---------------------------------------------------------------------------------------------------
-# The relay copies stdin to stderr and reports on stdout.
+# The relay copies its stdin to its stderr, and reports matches on its stdout.
 
 
 def relay(texts: list[bytes]) -> None:
-    """Copy until every writer has closed the pipe. Report the number of each text, and PASSED for each MARK.
+    """Copy until every writer has closed the pipe. Report the index of each text found, and PASSED for each MARK.
 
-    Marks are removed from the output.
+    Marks are not copied.
     """
     held, window = b"", b""
     longest = max(map(len, texts))
@@ -134,14 +141,14 @@ def relay(texts: list[bytes]) -> None:
         for number, text in enumerate(texts):
             if text in window:
                 _answer(b"%d" % number)
-        # Keep the end of the window, which may be the start of a text.
+        # Keep the end of the window, because it may be the start of a text.
         window = window[len(window) - longest + 1 :] if len(window) >= longest else window
         _answer(PASSED * num_marks)
     _write_through(held)
 
 
 def _partial_mark(data: bytes) -> bytes:
-    """Return the end of `data` that may be the start of a mark; empty if there is none."""
+    """Return the longest end of `data` that may be the start of a MARK, or b"" if there is none."""
     return next((MARK[:size] for size in range(len(MARK) - 1, 0, -1) if data.endswith(MARK[:size])), b"")
 
 
@@ -152,7 +159,8 @@ def _write_through(data: bytes) -> None:
         except BlockingIOError:
             select.select([], [2], [])
         except OSError:
-            # Standard error has no reader anymore. That must not block training.
+            # Standard error has no reader anymore. Discard the output, so that the pipe does not fill and block
+            # training.
             return
 
 

@@ -1,1 +1,1 @@
-"""Distributed training: ranks, launcher, collectives, heartbeats and parallel strategies."""
+"""Distributed training with ranks, a launcher, collectives, heartbeats and parallel strategies."""

@@ -1,7 +1,7 @@
-"""Broadcast, max-reduce and barrier between ranks.
+"""Collectives between ranks, such as broadcast, all-reduce and barrier.
 
-Small values use gloo on the CPU, which does not wait for the device. Values are JSON; nothing is pickled. In a single
-process, every collective returns its input.
+Small values are exchanged on the CPU with gloo, which does not wait for the device. They are encoded as JSON instead of
+pickled. In a single process, collectives do nothing.
 """
 
 import atexit
@@ -24,40 +24,40 @@ from whet.distributed.ranks import RankInfo, read_rank_info
 from whet.distributed.store import RankStore, join_store
 
 TIMEOUT_SECONDS = 1800.0
-"""The longest wait for another rank, for example while rank 0 evaluates alone."""
+"""Maximum wait for another rank, for example while rank 0 evaluates alone."""
 START_SECONDS = 300.0
-"""The longest wait for all ranks to start. Importing torch can take long on a busy machine."""
-# torch raises a plain RuntimeError for most communication errors, so they are recognized by words in the message.
+"""Maximum wait for all ranks to start. Importing torch can take long on a busy machine."""
+# torch raises a plain RuntimeError for most communication errors, so recognize them by words in the message.
 _COMMUNICATION_ERRORS = ("connection", "timed out", "timeout", "socket", "peer", "store", "nccl")
 
 
 class RankGroup:
-    """The process group of a training run, from the view of one rank."""
+    """The ranks of a training run, and the collectives between them."""
 
     def __init__(self, ranks: RankInfo) -> None:
         self.ranks = ranks
-        # Plain attributes instead of properties, because every step reads them.
+        # These are attributes instead of properties, because every step reads them.
         self.is_rank_zero: bool = ranks.is_rank_zero
         """Whether this is rank 0, which writes files and prints."""
         self.is_single_process: bool = ranks.is_single_process
         self.tensor_group: dist.ProcessGroup | None = None
-        """The process group for device tensors; None for the default group."""
+        """The process group for device tensors, or None for the default group."""
         self.backend: str = "none"
-        """The backend for device tensors: nccl, gloo, or none before `use_device`."""
+        """The backend for device tensors: "nccl", "gloo", or "none" before `use_device` and in a single process."""
         self.stall_detector: StallDetector = StallDetector(is_single_process=ranks.is_single_process)
 
     @functools.cached_property
     def store(self) -> RankStore:
-        """The store for messages outside of collectives. Requires several ranks."""
+        """The store for messages outside of collectives. Available only with several ranks."""
         return RankStore(self.ranks, timeout_seconds=TIMEOUT_SECONDS)
 
     @functools.cached_property
     def heartbeat(self) -> Heartbeat:
-        """The heartbeat, which watches the other ranks. Requires several ranks."""
+        """The heartbeat of this rank, which also watches other ranks. Available only with several ranks."""
         return Heartbeat(self.store, self.stall_detector)
 
     def use_device(self, device: AbstractDevice) -> None:
-        """Choose the backend for device tensors: NCCL between GPUs, gloo for CPUs or if ranks share a GPU."""
+        """Choose the backend for device tensors: NCCL if each rank has its own GPU, otherwise gloo."""
         if self.is_single_process or self.backend != "none":
             return
         if device.kind == "mps":
@@ -74,15 +74,15 @@ class RankGroup:
     # --- collectives -------------------------------------------------------------------------------------------------
 
     def broadcast(self, value: Any) -> Any:
-        """Return the value of rank 0 on all ranks. The value must be plain JSON."""
+        """Return the value of rank 0 on all ranks. The value must be JSON serializable."""
         return value if self.is_single_process else self._all_gather_json(value if self.is_rank_zero else None)[0]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order. The values must be plain JSON."""
+        """Return the values of all ranks, in rank order. The values must be JSON serializable."""
         return [value] if self.is_single_process else self._all_gather_json(value)
 
     def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
-        """Return the maximum over all ranks for each number. Cheap enough to call every few steps."""
+        """Return the maximum of each number over all ranks. This is cheap enough to call every few steps."""
         if self.is_single_process:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
@@ -91,11 +91,11 @@ class RankGroup:
         return [float(number) for number in values.tolist()]
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this."""
         self.all_reduce_max([0.0])
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all ranks in place."""
+        """Sum a tensor over all ranks in place, and return it."""
         if not self.is_single_process:
             with self._in_collective():
                 dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.tensor_group)
@@ -103,7 +103,7 @@ class RankGroup:
 
     @torch.no_grad()
     def broadcast_model(self, model: nn.Module) -> None:
-        """Copy the weights and buffers of rank 0 to all ranks."""
+        """Copy the parameters and buffers of rank 0 to all ranks, in place."""
         if not self.is_single_process:
             with self._in_collective():
                 for tensor in (*model.parameters(), *model.buffers()):
@@ -113,13 +113,13 @@ class RankGroup:
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Convert communication errors of a collective to LostRankError."""
+        """Convert communication errors in this context to LostRankError."""
         try:
             yield
         except (RuntimeError, dist.DistBackendError) as error:
             if not any(word in str(error).lower() for word in _COMMUNICATION_ERRORS):
                 raise
-            # The heartbeat may know which rank is lost, which makes a better message.
+            # If the heartbeat knows which rank is lost, it raises a more specific error.
             self.heartbeat.check_lost()
             raise LostRankError(
                 "another rank exited or does not respond",
@@ -130,7 +130,7 @@ class RankGroup:
     def _all_gather_json(self, value: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.size)]
-        # Two collectives: all_gather needs equal sizes, so the texts are padded to the longest one.
+        # all_gather needs equal sizes, so first exchange the lengths, and then pad all texts to the longest one.
         with self._in_collective():
             dist.all_gather(lengths, torch.tensor([len(mine)]))
             longest = max(int(length) for length in lengths)
@@ -149,7 +149,7 @@ class RankGroup:
 
 @functools.cache
 def current_group() -> RankGroup:
-    """Return the group of this process, created from the variables of torchrun on first use."""
+    """Return the group of this process. The first call creates it from torchrun's environment variables."""
     ranks = read_rank_info()
     if not ranks.is_single_process and not dist.is_initialized():
         store = join_store(ranks, start_seconds=START_SECONDS, timeout_seconds=TIMEOUT_SECONDS)
@@ -158,7 +158,8 @@ def current_group() -> RankGroup:
         atexit.register(_shut_down)
     group = RankGroup(ranks)
     if not ranks.is_single_process:
-        # Creating the heartbeat posts the first one. The barrier ensures that all exist before any rank reads them.
+        # Creating a Heartbeat posts the first heartbeat. The barrier ensures that all ranks have posted theirs before
+        # any rank reads them.
         heartbeat = group.heartbeat
         group.barrier()
         heartbeat.start()

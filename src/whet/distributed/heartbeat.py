@@ -1,9 +1,9 @@
-"""Heartbeats and stall detection: end a run if a rank died, hangs or computes forever.
+"""Heartbeats and stall detection, which end a run if a rank has died, hangs or computes forever.
 
-If a rank is killed, the launcher asks the remaining ranks to stop, but they may be waiting for it inside a step. If a
-rank is frozen (stopped, or suspended with its machine), the launcher does not notice, and the timeout of NCCL and gloo
-must be longer than the longest evaluation. A thread sends the heartbeat, and it also runs in a rank that computes
-forever. So each heartbeat includes whether the main thread makes progress.
+If a rank is killed, the launcher asks the other ranks to stop, but they may be waiting for it inside a step. If a rank
+is frozen (stopped, or suspended with its machine), the launcher does not notice, and the timeout of NCCL and gloo is of
+little use, because it must exceed the longest evaluation. A separate thread sends heartbeats, even while the main
+thread hangs or computes forever. So each heartbeat says whether the main thread makes progress.
 """
 
 import contextlib
@@ -24,21 +24,23 @@ import psutil
 
 from whet.base.errors import LostRankError
 
-# Not imported at run time: stall detection needs no torch, the store does.
+# Do not import the store at run time, because it imports torch, which stall detection does not need.
 if TYPE_CHECKING:
     from whet.distributed.store import RankStore
 
 MIN_STALL_SECONDS = 20.0
-"""The lower bound of the stall limit: a rank is never stalled before this many seconds without progress."""
+"""Minimum of the stall limit, which is the number of seconds without progress after which a rank is stalled."""
 STALL_FACTOR = 20.0
 """The stall limit as a multiple of the longest recent time between two signs of progress."""
 WARMUP_SECONDS = 300.0
-"""The stall limit of the first steps, whose times are unknown, and the lower bound for compiled models, which may
-compile a new shape inside a step."""
+"""The stall limit during warm-up, when no earlier times are known.
+
+Compiled models have no limit during warm-up. After it, this is their minimum, because a step may compile a new shape.
+"""
 WARMUP_PHASES = 15
-"""Number of phases that count as warm-up: five steps of three phases (step, logging, reading the next batch)."""
+"""Number of phases in the warm-up: five steps with three phases each (step, logging, and reading the next batch)."""
 _WINDOW = 32
-"""Number of recent times that the stall limit is based on."""
+"""Number of recent times on which the stall limit is based."""
 _STDLIB = Path(os.__file__).parent
 
 INTERVAL_SECONDS = 1.0
@@ -46,10 +48,10 @@ INTERVAL_SECONDS = 1.0
 LOST_AFTER_SECONDS = 15.0
 """A rank is lost after this many seconds without a heartbeat."""
 EXIT_GRACE_SECONDS = 5.0
-"""Seconds that a rank has to exit normally after another one is lost. It may hang in a collective, so it is then
-ended."""
+"""Seconds in which a rank can exit normally after another rank is lost. Then it is killed, because it may hang in a
+collective."""
 LEFT_MARK = "left"
-"""The last heartbeat of a rank that exits normally."""
+"""Content of the last heartbeat of a rank that exits normally."""
 
 Activity = Literal["free", "waits", "works"]
 _NULL_CONTEXT = contextlib.nullcontext()
@@ -57,11 +59,11 @@ Batch = TypeVar("Batch")
 
 
 class StallDetector:
-    """Tracks what the main thread of this rank does, and since when. Other threads may read it.
+    """Tracks what the main thread of this rank does, and since when. Other threads may read the status.
 
     A rank must make progress inside a step and while it reads the next batch of an epoch. Every micro-batch counts as
-    progress, and the limit is based on earlier times. Setup, evaluation, saving and user code between steps have no
-    time limit.
+    progress. The time limit is based on earlier times. Setup, evaluation, saving and user code between steps have no
+    limit.
     """
 
     def __init__(self, *, is_single_process: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,14 +73,14 @@ class StallDetector:
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._num_phases = 0
         self.is_compiled = False
-        """Whether the model is compiled, so that a step may include a compilation."""
+        """Whether the model is compiled. A step may then include a compilation."""
 
     def working(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this rank must make progress. `what` names the activity in messages."""
         return _NULL_CONTEXT if self._is_single_process else self._working(what)
 
     def progress(self) -> None:
-        """Record progress, which restarts the time limit."""
+        """Record progress and restart the time limit."""
         activity, what, since = self._activity
         if activity == "works":
             now = self._clock()
@@ -87,7 +89,7 @@ class StallDetector:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark this rank as waiting for all other ranks while entered."""
+        """Mark this rank as waiting for other ranks in this context."""
         self.progress()
         activity, what, _ = self._activity
         self._activity = "waits", what, self._clock()
@@ -97,7 +99,7 @@ class StallDetector:
             self._activity = activity, what, self._clock()
 
     def reading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches under the time limit. The first batch has no limit, because it starts the workers."""
+        """Yield the batches, with a time limit for each one except the first, which starts the data workers."""
         return batches if self._is_single_process else self._reading(batches)
 
     def restart(self) -> None:
@@ -106,9 +108,10 @@ class StallDetector:
         self._activity = activity, what, self._clock()
 
     def status(self) -> str:
-        """Return the status for the other ranks: "free", "waits", or "late" with details.
+        """Return the status for other ranks: "free" (no limit is exceeded), "waits" (in a collective), or "late".
 
-        The details of "late" are "inside" or "alone" (whether it seems to wait in a collective), and the location.
+        "late" is followed by "inside" if the main thread seems to wait in a collective, otherwise by "alone", and then
+        by the activity and the source line.
         """
         activity, what, since = self._activity
         if activity != "works" or self._clock() - since <= self._limit():
@@ -145,9 +148,9 @@ class StallDetector:
 
 
 def find_stalled_rank(statuses: dict[int, str]) -> tuple[int | None, str] | None:
-    """Return the rank that all other ranks wait for, and its activity; None while any rank makes progress.
+    """Return the rank for which all other ranks wait, and its activity. Return None if no rank is stalled.
 
-    The rank itself is None if all ranks wait for each other.
+    If all ranks wait for each other, the rank in the result is None.
 
     >>> find_stalled_rank({0: "late inside step 7", 1: "late alone step 7, at loss.py:3"})
     (1, 'step 7, at loss.py:3')
@@ -160,19 +163,19 @@ def find_stalled_rank(statuses: dict[int, str]) -> tuple[int | None, str] | None
     if not late or any(status == "free" for status in statuses.values()):
         return None
     alone = [rank for rank, (how, _) in late.items() if how == "alone"]
-    # If only one rank is late, it is the stalled one, even if it seems to wait in a collective.
+    # If only one rank is late, it is the stalled rank, even if it seems to wait in a collective.
     stalled = alone or ([*late] if len(late) == 1 else [])
     return (stalled[0], late[stalled[0]][1]) if stalled else (None, next(iter(late.values()))[1])
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
-    """Return whether a thread is in a collective or in the backward pass, where it may wait for other ranks."""
+    """Return whether the frame is in a collective or in the backward pass, where a thread may wait for other ranks."""
     path = "" if frame is None else frame.f_code.co_filename.replace(os.sep, "/")
     return "/torch/distributed/" in path or path.endswith("/torch/autograd/graph.py")
 
 
 def _source_line(frame: FrameType | None) -> str:
-    """Return the file and line of the innermost frame outside torch and the standard library."""
+    """Return the innermost source line outside torch and the standard library as ", at FILE:LINE", or ""."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "torch" not in path.parts and not path.is_relative_to(_STDLIB):
@@ -182,7 +185,7 @@ def _source_line(frame: FrameType | None) -> str:
 
 
 class Heartbeat:
-    """Sends the heartbeat of this rank and watches other ranks. Rank 0 watches all ranks, which watch rank 0."""
+    """Sends the heartbeat of this rank, and watches other ranks. Rank 0 watches all others, and they watch rank 0."""
 
     def __init__(
         self, store: "RankStore", stall_detector: StallDetector, *, lost_seconds: float = LOST_AFTER_SECONDS
@@ -191,36 +194,36 @@ class Heartbeat:
         self._stall_detector = stall_detector
         rank, size = store.rank, store.size
         self._watched = list(range(1, size)) if rank == 0 else [0]
-        # If rank 0 is silent, rank 1 reports it, and the remaining ranks get that message before their limit.
+        # If rank 0 is silent, rank 1 reports it first, and the other ranks receive its message before their own limit.
         self._patience = lost_seconds if rank < 2 else lost_seconds + 2 * INTERVAL_SECONDS
         self._seen: dict[int, tuple[str, float]] = {}
-        """The last heartbeat of each watched rank, and the time when it changed."""
+        """The last heartbeat of each watched rank, and the time at which it changed."""
         self._processes: dict[int, dict[str, Any]] = {}
         self._answered_at = time.monotonic()
         self._has_left = threading.Event()
         self.lost: str | None = None
-        """A message that names the lost rank; None while all ranks are alive."""
+        """A message that names the lost rank, or None while all ranks are alive."""
         self.notify: Callable[[str], None] = lambda _line: None
-        """Called with the message on the rank that detects the loss."""
+        """A function that is called with the message on the rank that detects the loss."""
         store.check_lost = self.check_lost
         me = psutil.Process()
-        # A pid can be reused, so the creation time identifies the process too.
+        # A process is identified by its pid and its creation time, because a pid can be reused.
         process = {"host": platform.node(), "pid": me.pid, "created": me.create_time()}
         store.post(f"process/{rank}", json.dumps(process))
         store.post(f"heartbeat/{rank}", "0 free")
 
     def start(self) -> None:
-        """Start the threads. All ranks must have posted their first heartbeat."""
+        """Start the threads. Before this, all ranks must have posted their first heartbeat."""
         for target in (self._communicate, self._count):
             threading.Thread(target=target, daemon=True, name="whet-heartbeat").start()
 
     def leave(self) -> None:
-        """Announce a normal exit, so that this rank does not count as lost."""
+        """Post that this rank exits normally, so that it does not count as lost."""
         self._has_left.set()
         self._store.post(f"heartbeat/{self._store.rank}", LEFT_MARK)
 
     def check_lost(self) -> None:
-        """Raise if a rank is known to be lost."""
+        """Raise LostRankError if a rank is known to be lost."""
         if self.lost is not None:
             raise LostRankError(
                 "another rank does not respond",
@@ -229,7 +232,7 @@ class Heartbeat:
             )
 
     def _communicate(self) -> None:
-        """Send and receive heartbeats. Runs in a thread, because it may wait for the network."""
+        """Send and receive heartbeats. This runs in a separate thread, because it may wait for the network."""
         count = 0
         while not self._has_left.wait(INTERVAL_SECONDS) and self.lost is None:
             count += 1
@@ -238,7 +241,7 @@ class Heartbeat:
                 heartbeats = self._store.find_all([f"heartbeat/{rank}" for rank in self._watched])
                 message = self._store.find("lost")
             except RuntimeError:
-                # The store does not answer. The counting thread ends this rank if that lasts too long.
+                # The store does not respond. If this lasts too long, `_count` ends this rank.
                 continue
             now = self._answered_at = time.monotonic()
             for rank, heartbeat in zip(self._watched, heartbeats, strict=True):
@@ -252,12 +255,13 @@ class Heartbeat:
                 self._check_stalls()
 
     def _count(self) -> None:
-        """Count the seconds since the last answer and heartbeats. Runs in a thread that never waits for the network."""
+        """Check how long the store and the other ranks have been silent. This thread never waits for the network."""
         before = time.monotonic()
         while not self._has_left.wait(INTERVAL_SECONDS) and self.lost is None:
             now = time.monotonic()
             if now - before > 3 * INTERVAL_SECONDS:
-                # This process was suspended, perhaps with all ranks (Ctrl-Z, a closed laptop). Restart all counts.
+                # This process was suspended, perhaps with all other ranks (Ctrl-Z, or a closed laptop). Restart all
+                # time limits.
                 self._answered_at = now
                 self._stall_detector.restart()
                 self._seen = {rank: (heartbeat, now) for rank, (heartbeat, _) in self._seen.items()}
@@ -275,17 +279,17 @@ class Heartbeat:
                 return
 
     def _find_lost_rank(self) -> int | None:
-        """Return a rank on this machine whose process has ended without a normal exit, or None if there is none."""
+        """Return a watched rank on this machine whose process has ended without a normal exit, or None."""
         for rank in self._watched:
             if self._seen[rank][0] == LEFT_MARK or self._process(rank) is not None or not self._is_local(rank):
                 continue
-            # The rank may have exited normally after its last heartbeat was read, so read it again.
+            # The rank may have exited normally after its last heartbeat was read, so read the heartbeat again.
             if self._store.find(f"heartbeat/{rank}") != LEFT_MARK:
                 return rank
         return None
 
     def _check_stalls(self) -> None:
-        """End the run if all ranks wait for one stalled rank, or for each other."""
+        """End the run if all other ranks wait for one stalled rank, or all ranks wait for each other."""
         statuses = {rank: heartbeat.partition(" ")[2] or "free" for rank, (heartbeat, _) in self._seen.items()}
         stalled = find_stalled_rank({self._store.rank: self._stall_detector.status(), **statuses})
         if stalled is None:
@@ -306,21 +310,21 @@ class Heartbeat:
         self._end(f"{lost}: {line}")
 
     def _end(self, message: str) -> None:
-        """Kill the lost process if it is on this machine. Then end this process if it does not exit in time."""
+        """Kill the lost rank's process if it is on this machine. Exit this process if it does not exit in time."""
         rank, _, line = message.partition(": ") if ": " in message else ("", "", message)
         self.lost = line
         if rank.isdecimal() and int(rank) != self._store.rank and (hung := self._process(int(rank))) is not None:
             with contextlib.suppress(psutil.Error):
                 hung.send_signal(signal.SIGKILL)
         if not self._has_left.wait(EXIT_GRACE_SECONDS):
-            # sys.exit would only end this thread: the main thread may hang in a collective forever.
+            # Do not use sys.exit, because it would end only this thread. The main thread may hang in a collective.
             os._exit(LostRankError.exit_code)
 
     def _is_local(self, rank: int) -> bool:
         return self._process_info(rank).get("host") == platform.node()
 
     def _process(self, rank: int) -> psutil.Process | None:
-        """Return the process of a rank on this machine, or None if it has ended or its pid was reused."""
+        """Return the process of a rank, or None if it is not on this machine, has ended, or its pid was reused."""
         if not self._is_local(rank):
             return None
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Launch several ranks on this machine with the elastic launcher of torchrun."""
+"""Launch several ranks on this machine with torchrun's elastic launcher."""
 
 import logging
 import signal
@@ -15,34 +15,37 @@ from whet.base.errors import LostRankError
 
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHUTDOWN_SECONDS = 120
-"""Seconds between a stop request and SIGKILL. In this time the ranks finish a step and save."""
+"""Seconds between a stop request and SIGKILL, in which the ranks finish a step and save a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchResult:
-    """The result of a launch."""
+    """How a launch has ended."""
 
     code: int
-    """0 if all ranks succeeded; otherwise the exit code of the first failed rank, negative for a signal."""
+    """The exit code of the rank that failed first (negative signal number if killed), or 0 if all ranks succeeded.
+
+    After a stop signal, it is 128 plus the signal number.
+    """
     rank: int = 0
-    """The rank that failed first."""
+    """The rank that failed first, or 0 if none failed."""
     stop_signal: int | None = None
-    """The stop signal that was forwarded to all ranks, or None if there was none."""
+    """The signal that was forwarded to all ranks to stop them, or None if there was none."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank was killed or lost and no rank raised an error. A restart may then help."""
+        """Whether a rank was killed or lost, and no rank raised an error. In that case, a restart may help."""
         return self.stop_signal is None and (self.code < 0 or self.code == LostRankError.exit_code)
 
 
 def launch(arguments: Sequence[str], *, num_processes: int) -> LaunchResult:
     """Run `whet` with these arguments in several processes on this machine, and wait for all of them.
 
-    If one process fails, the launcher stops the rest. SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to all.
+    If one process fails, the launcher stops the others. It forwards SIGINT, SIGTERM, SIGHUP and SIGQUIT to all.
     """
-    # nohup ignores SIGHUP, but torch would install a handler for it.
+    # Leave out ignored signals, because torch would install a handler for them. For example, nohup ignores SIGHUP.
     handled = [number for number in _FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    # The launcher logs errors that whet reports too.
+    # Hide errors that the launcher logs, because whet reports them too.
     logging.disable(logging.ERROR)
     config = LaunchConfig(
         min_nodes=1,
@@ -57,7 +60,7 @@ def launch(arguments: Sequence[str], *, num_processes: int) -> LaunchResult:
         signals_to_handle=",".join(number.name for number in handled),
     )
     try:
-        # -P: do not search the current folder for modules, like the `whet` program.
+        # -P keeps the current folder off sys.path, as in the `whet` command.
         elastic_launch(config, sys.executable)("-P", "-m", "whet", *arguments)
     except SignalException as stopped:
         return LaunchResult(code=128 + int(stopped.sigval), stop_signal=int(stopped.sigval))
@@ -70,10 +73,10 @@ def launch(arguments: Sequence[str], *, num_processes: int) -> LaunchResult:
 
 
 def first_failure(codes: Mapping[int, int]) -> tuple[int, int]:
-    """Return the rank that failed first, and its exit code.
+    """Return the rank that most likely failed first, and its exit code.
 
-    A rank that raised an error comes first. Next come ranks that were killed, that lost another rank, and that the
-    launcher stopped: these are usually consequences of the first failure.
+    Ranks that raised an error take precedence over ranks that were killed, then over those that lost another rank, and
+    last over those that the launcher stopped. The later cases are usually consequences of another failure.
 
     >>> first_failure({0: 75, 1: -9, 2: 143}), first_failure({0: 75, 1: 1, 2: -9})
     ((1, -9), (1, 1))

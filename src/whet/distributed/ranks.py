@@ -1,4 +1,4 @@
-"""The rank of this process, from the environment variables of torchrun. Does not import torch."""
+"""The rank of this process, from torchrun's environment variables. This module does not import torch."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,11 @@ _VARIABLES = (*_REQUIRED, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """The rank of this process, and the number of ranks that share each global batch."""
+    """The rank of this process, and the number of ranks."""
 
     rank: int = 0
     size: int = 1
+    """The world size: the number of ranks on all machines."""
     local_rank: int = 0
     """The rank among the processes on this machine."""
     local_size: int = 1
@@ -27,18 +28,18 @@ class RankInfo:
 
     @property
     def is_single_process(self) -> bool:
-        """Whether there is only one process. It needs no process group, even under torchrun."""
+        """Whether there is only one rank, which needs no process group, even under torchrun."""
         return self.size == 1
 
 
 def read_rank_info() -> RankInfo:
-    """Read the variables of torchrun. Return a single rank if they are not set."""
+    """Return the rank from torchrun's environment variables, or a single rank if they are not set."""
     values = {name: env.read(name) for name in _VARIABLES}
     if values["RANK"] in (None, "0") and values["WORLD_SIZE"] in (None, "1"):
         return RankInfo()
     missing = [name for name in _REQUIRED if not values[name]]
     if missing:
-        # Without an error, each process would silently train a separate run.
+        # Raise an error, because otherwise each process would silently train its own run.
         given = " ".join(f"{name}={values[name]}" for name in _REQUIRED if values[name])
         raise _environment_error("torchrun's variables are incomplete", got=f"{given}, but no {' '.join(missing)}")
     size = _parse_int("WORLD_SIZE", values["WORLD_SIZE"] or "", least=1)
@@ -62,9 +63,9 @@ def _environment_error(what: str, *, got: str) -> UsageError:
 
 
 def check_not_mps(num_processes: int, *, device: str, is_mac: bool, command: str = "whet train ...") -> None:
-    """Raise for several ranks on MPS, before any of them starts and before torch is imported.
+    """Raise UsageError if several processes would use MPS. Does not import torch.
 
-    `is_mac` is whether "auto" selects MPS on this machine.
+    `is_mac` is whether "auto" selects MPS on this machine. `command` appears in the hint of the error.
     """
     if num_processes == 1 or not (device == "mps" or (device == "auto" and is_mac)):
         return

@@ -1,4 +1,4 @@
-"""Sharded training: each rank holds a shard of every parameter, gradient and optimizer state (FSDP2)."""
+"""Sharded training with FSDP2: each rank holds a shard of every parameter, gradient and optimizer state."""
 
 import contextlib
 import warnings
@@ -16,10 +16,10 @@ from whet.distributed.strategies import ParallelStrategy, sum_over_ranks
 
 
 class ShardedStrategy(ParallelStrategy):
-    """Shards a model in place. This replaces its parameters, so the optimizer must be built afterwards.
+    """Shards a model in place. This replaces its parameters, so build the optimizer afterward.
 
-    FSDP gathers the weights of a block before it computes, and frees them afterwards. Gradients are summed, not
-    averaged.
+    FSDP gathers the weights of a block before its computation, and frees them afterward. Gradients are summed, not
+    averaged. `blocks` are the modules that are gathered separately, and `kind` is the device type.
     """
 
     is_single_process = False
@@ -33,11 +33,12 @@ class ShardedStrategy(ParallelStrategy):
             if any(True for _ in block.parameters()):
                 fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        # torch warns that a model must not change outputs in place if they are views. whet does not change outputs.
+        # torch warns that outputs that are views must not be changed in place. whet does not change outputs.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
-            # FSDP averages by default. Losses are weighted by their share of the global batch, so sum instead.
+            # FSDP averages gradients by default. Sum them instead, because losses are weighted by their share of the
+            # global batch.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -63,7 +64,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Gather all weights while entered, so that ranks may call the model a different number of times."""
+        """Keep all weights gathered in this context, so that ranks may call the model different numbers of times."""
         with torch.no_grad():
             for module in self._modules:
                 module.set_reshard_after_forward(False, recurse=False)
@@ -72,18 +73,18 @@ class ShardedStrategy(ParallelStrategy):
             yield
         finally:
             for module in self._modules:
-                # FSDP's default: the root stays gathered after forward, because backward needs it right away.
+                # By default, FSDP keeps the root gathered after forward, because backward needs it immediately.
                 module.set_reshard_after_forward(module is not self._root, recurse=False)
                 module.reshard()
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is a DTensor, of which each rank has a part."""
+    """Return whether the tensor is a DTensor, of which each rank holds a part."""
     return isinstance(tensor, DTensor)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather the whole tensor. All ranks must call this."""
+    """Return the whole tensor, gathered from all ranks. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

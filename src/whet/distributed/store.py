@@ -1,7 +1,7 @@
-"""The key-value store that ranks share: messages from any thread at any time, and the rendezvous at the start.
+"""The key-value store that ranks share, for the rendezvous at the start and for messages from any thread.
 
-A collective must be called by all ranks in the same order, and by one thread in each. A background checkpoint cannot
-guarantee that, so it uses this store.
+Collectives must be called in the same order on all ranks, and by one thread of each rank. A background checkpoint
+cannot guarantee this, so it uses the store.
 """
 
 import datetime as dt
@@ -19,25 +19,25 @@ from whet.base import env
 from whet.base.errors import LostRankError, UsageError, WhetError
 from whet.distributed.ranks import RankInfo
 
-# Polling for a message starts fast and backs off exponentially.
+# Polling for a message backs off exponentially between these intervals.
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.005, 0.2
-# Polling during the rendezvous.
+# Interval of polling during the rendezvous.
 _POLL_SECONDS = 0.02
 
 
 class RankStore:
-    """Short messages between ranks. Each message has a key."""
+    """Short text messages between ranks, stored by name."""
 
     def __init__(self, ranks: RankInfo, *, timeout_seconds: float) -> None:
         self._ranks = ranks
         self._timeout = timeout_seconds
         shared: Any = distributed_c10d._get_default_store()
-        # Clone the connection: a wait on the shared one would block other threads.
+        # Use a separate connection, because a wait on the shared one would block other threads.
         self._store = distributed_c10d.PrefixStore("whet", shared.clone())
         self._lock = threading.Lock()
         self._turn = 0
         self.check_lost: Callable[[], None] = lambda: None
-        """A function that raises if a rank is known to be lost; the heartbeat sets it."""
+        """A function that raises LostRankError if a rank is known to be lost. The heartbeat sets it."""
 
     @property
     def rank(self) -> int:
@@ -48,7 +48,7 @@ class RankStore:
         return self._ranks.size
 
     def next_turn(self) -> int:
-        """Return a new number. The n-th call returns the same number on every rank."""
+        """Return the number of calls so far. Ranks use it to create matching message names."""
         self._turn += 1
         return self._turn
 
@@ -62,12 +62,12 @@ class RankStore:
             return self._store.get(name).decode() if self._store.check([name]) else None
 
     def find_all(self, names: list[str]) -> list[str]:
-        """Return several messages in one request. All of them must exist."""
+        """Return several messages with one request. All of them must exist."""
         with self._lock:
             return [text.decode() for text in self._store.multi_get(names)]
 
     def wait(self, name: str) -> str:
-        """Wait for a message and return it. Raise LostRankError after the timeout."""
+        """Wait for a message and return it. Raise LostRankError after the timeout, or if a rank is lost."""
         deadline, pause = time.monotonic() + self._timeout, _MIN_POLL_SECONDS
         while True:
             text = self.find(name)
@@ -84,17 +84,17 @@ class RankStore:
             pause = min(2 * pause, _MAX_POLL_SECONDS)
 
     def drop(self, name: str) -> None:
-        """Delete a message that all ranks have read."""
+        """Delete a message. All ranks must have read it."""
         with self._lock:
             self._store.delete_key(name)
 
 
 def join_store(ranks: RankInfo, *, start_seconds: float, timeout_seconds: float) -> Any:
-    """Connect to torch's store under a prefix that is unique to this start. Return when all ranks have connected.
+    """Connect to torch's store with a prefix that is unique to this start. Return when all ranks have connected.
 
-    torchrun keeps its store while it restarts a group, so keys with the addresses of dead processes stay in it. Its
-    restart count is no usable prefix: it can differ between machines after one was lost. Instead, each rank posts a
-    random token, and rank 0 replies to that token with a new random prefix.
+    torchrun keeps its store when it restarts a group, so the store may contain addresses of dead processes. Its restart
+    count cannot serve as a prefix, because it can differ between machines after one was lost. Instead, each rank posts
+    a random token, and rank 0 answers it with a new random prefix.
     """
     deadline = time.monotonic() + start_seconds
     shared = _connect(ranks, seconds=start_seconds)
@@ -104,7 +104,7 @@ def join_store(ranks: RankInfo, *, start_seconds: float, timeout_seconds: float)
 
 
 def _connect(ranks: RankInfo, *, seconds: float) -> Any:
-    """Connect to the store of rank 0 or of the launcher."""
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, which rank 0 or the launcher hosts."""
     try:
         return next(iter(rendezvous("env://", ranks.rank, ranks.size, timeout=dt.timedelta(seconds=seconds))))[0]
     except (dist.DistError, OSError) as error:

@@ -1,13 +1,14 @@
-"""Parallel strategies: one process, or replicas with summed gradients.
+"""Parallel strategies for one process, and for replicas with summed gradients.
 
-Gradients are summed, not averaged: each rank weights its losses by their share of the global batch, and ranks may have
-different numbers of samples. DDP averages, so every loss is multiplied by the number of ranks.
+Gradients are summed, not averaged, because ranks may have different numbers of samples. Each rank weights its losses by
+their share of the global batch. DDP averages gradients, so the backward pass starts with the number of ranks instead
+of 1.
 
-A loss may leave parameters unused, and they may differ between steps and ranks. DDP waits for the gradient of every
-parameter unless it searches for unused ones, which walks the autograd graph in each step. Few models need that, so the
-search is off at first: a rank with unused parameters adds zero gradients for them after its backward pass. If all ranks
-have unused parameters in the same step, the step is repeated with the search on, and it stays on. A parameter that no
-rank uses then has no gradient, as in a single process.
+A loss may leave parameters unused, and these may differ between steps and ranks. DDP waits for the gradient of every
+parameter unless it searches for unused parameters, which traverses the autograd graph in each step. Few models need
+that, so the search is disabled at first. Instead, a rank with unused parameters adds zero gradients for them after its
+backward pass. If all ranks have unused parameters in the same step, that step is repeated with the search enabled, and
+the search stays enabled. Then a parameter that no rank uses has no gradient, as in a single process.
 """
 
 import contextlib
@@ -29,33 +30,37 @@ _NULL_CONTEXT = contextlib.nullcontext()
 
 
 class RetryStepError(Exception):
-    """Raised on all ranks if they must repeat the step. No weight has changed."""
+    """Raised on all ranks if they must repeat the step. No weights have changed."""
 
 
 class ParallelStrategy:
-    """The way ranks compute one step together. The base class is for a single process and does nothing."""
+    """How ranks compute a step together. The base class is for a single process."""
 
     is_single_process = True
     has_full_model = True
-    """Whether this rank has the whole model."""
+    """Whether each rank holds the whole model."""
 
     def micro_batch_context(self, *, is_last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Return the context for forward and backward of a micro-batch. The last one sums gradients over ranks."""
+        """Return the context for forward and backward of a micro-batch.
+
+        Gradients are summed over ranks in the context of the last micro-batch of a step.
+        """
         return _NULL_CONTEXT
 
     def call(self, loss: Callable[[Any], Any], micro: Any) -> Any:
+        """Return the result of the loss function for a micro-batch."""
         return loss(micro)
 
     def seed(self, loss: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Return the gradient that the backward pass starts with, or None for 1."""
+        """Return the gradient with which the backward pass of the loss starts, or None for 1."""
         return None
 
     def totals(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
-        """Return the loss and the weight, summed over all ranks."""
+        """Return the loss and the weight of a step, summed over all ranks."""
         return loss, weight
 
     def full(self, tensor: Tensor) -> Tensor:
-        """Return the full value of a reduction over parameters of which each rank holds a shard."""
+        """Return the full value of a reduction over parameters that may be sharded, such as a gradient norm."""
         return tensor
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -63,12 +68,12 @@ class ParallelStrategy:
         return tensor
 
     def evaluation_context(self) -> AbstractContextManager[object]:
-        """Return a context in which each rank may call the model any number of times."""
+        """Return a context for evaluation, in which ranks may call the model different numbers of times."""
         return contextlib.nullcontext()
 
 
 class _LossModule(nn.Module):
-    """Wraps a loss function as a module for DDP. The loss calls the user's model, which stays unwrapped."""
+    """A module for DDP whose forward calls the loss. The loss calls the user's model, which stays unwrapped."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -79,7 +84,7 @@ class _LossModule(nn.Module):
 
 
 class ReplicatedStrategy(ParallelStrategy):
-    """Sums gradients over ranks that each have the whole model (DDP)."""
+    """Data parallelism with DDP: each rank has the whole model, and gradients are summed over ranks."""
 
     is_single_process = False
 
@@ -97,10 +102,10 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def _ddp(self) -> DistributedDataParallel:
-        """The DDP wrapper. It is created at the first step, when the weights are restored and no longer move."""
+        """The DDP wrapper. It is created at the first step, because weights may be restored or moved before it."""
         if self._wrapped is None:
             with warnings.catch_warnings(), self._group.translate_errors():
-                # Buffers are not broadcast. torch is renaming this argument, but older versions lack the new name.
+                # Hide the warning that torch renames this argument, because older versions lack the new name.
                 warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
                 self._wrapped = DistributedDataParallel(
                     _LossModule(self._model),
@@ -113,14 +118,14 @@ class ReplicatedStrategy(ParallelStrategy):
                 self._parameters = [p for p in self._model.parameters() if p.requires_grad]
                 if not self._finds_unused:
                     self._settle_buckets(self._wrapped)
-            # DDP warns at a step without unused parameters that the search is unnecessary. Later steps may need it.
+            # At a step without unused parameters, DDP warns that the search is unnecessary. Later steps may need it.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         return self._wrapped
 
     def _settle_buckets(self, ddp: DistributedDataParallel) -> None:
-        """Run a backward pass with zero gradients, after which DDP reorders its buckets.
+        """Run a backward pass with zero gradients, because DDP rebuilds its buckets after the first one.
 
-        Otherwise the first step after a resume would round differently from the same step of an uninterrupted run.
+        Otherwise, the first step after a resume would round differently from the same step of an uninterrupted run.
         """
         ddp(lambda _: None, None)
         _add_zero_gradients(self._parameters)
@@ -148,11 +153,11 @@ class ReplicatedStrategy(ParallelStrategy):
         return self._ddp(loss, micro)
 
     def seed(self, loss: Tensor) -> Tensor:
-        # DDP divides gradients by the number of ranks. This factor turns its average into a sum.
+        # DDP divides gradients by the number of ranks. This factor turns the average into a sum.
         return torch.full_like(loss, self._group.ranks.size)
 
     def _complete(self) -> None:
-        """Add zero gradients for unused parameters after the last backward pass: the other ranks wait for them."""
+        """Add zero gradients for parameters unused in the last backward pass, because the other ranks wait for them."""
         if self._earlier:
             pairs = zip(self._parameters, self._earlier, strict=True)
             unused = [p for p, before in pairs if p.grad is None or _gradient_version(p.grad) == before]
@@ -166,7 +171,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def totals(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
         if self._finds_unused:
             return sum_over_ranks(self._group, loss, weight)
-        # Reading the sum waits for the device, so only ranks with unused parameters do it.
+        # Reading a sum waits for the device, so only ranks with unused parameters read it.
         *sums, num_complete = _all_reduce(self._group, loss, weight, float(not self._has_unused))
         if self._has_unused and float(num_complete) == 0.0:
             self._find_unused()
@@ -176,23 +181,23 @@ class ReplicatedStrategy(ParallelStrategy):
     def _find_unused(self) -> None:
         """Make DDP search for unused parameters from now on."""
         self._finds_unused, self._wrapped, self._has_unused = True, None, False
-        # Collecting the old wrapper removes its hooks from the parameters.
+        # The hooks of the old wrapper are removed from the parameters when it is garbage-collected.
         gc.collect()
 
 
 def _gradient_version(gradient: Tensor | None) -> tuple[int, int]:
-    """Return a value that changes when the gradient is written to. It holds no reference to the tensor."""
+    """Return a value that changes when the gradient is written or replaced. It holds no reference to the tensor."""
     return (0, 0) if gradient is None else (gradient.data_ptr(), gradient._version)
 
 
 def _add_zero_gradients(parameters: list[nn.Parameter]) -> None:
-    """Run a backward pass that adds zero gradients to these parameters."""
+    """Run a backward pass that adds zero to the gradients of these parameters and triggers DDP's hooks."""
     roots = [parameter.view_as(parameter) for parameter in parameters]
     torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
 
 
 def _all_reduce(group: RankGroup, loss: Tensor, *others: Tensor | float | None) -> list[Tensor]:
-    """Sum the values over all ranks in one collective. None values are left out."""
+    """Return the sums of the values over all ranks, computed in one collective. None values are skipped."""
     given = [one.to(loss) if isinstance(one, Tensor) else loss.new_full((), one) for one in others if one is not None]
     return [*group.all_reduce_sum(torch.stack([loss, *given])).unbind()]
 
@@ -200,14 +205,14 @@ def _all_reduce(group: RankGroup, loss: Tensor, *others: Tensor | float | None) 
 def sum_over_ranks(
     group: RankGroup, loss: Tensor, weight: Tensor | float | None
 ) -> tuple[Tensor, Tensor | float | None]:
-    """Sum the loss and the weight over all ranks in one collective."""
+    """Return the loss and the weight, summed over all ranks in one collective. A weight of None stays None."""
     sums = _all_reduce(group, loss, weight)
     return sums[0], sums[1] if weight is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """The rows from `start` up to but not including `stop`, of `total` rows."""
+    """The rows from `start` to `stop` (exclusive) of a tensor with `total` rows."""
 
     start: int
     stop: int
@@ -215,15 +220,15 @@ class RowRange:
 
     @property
     def count(self) -> int:
-        """The number of rows. This is not __len__, because an empty range must not be falsy like None."""
+        """The number of rows in the range. There is no __len__, because an empty range would be falsy, like None."""
         return self.stop - self.start
 
 
 def local_rows(tensor: Tensor) -> RowRange | None:
-    """Return the rows of a tensor on this rank, or None if this rank has all of them.
+    """Return the rows of a tensor that this rank holds, or None if it holds all of them.
 
-    FSDP2 shards the first dimension: each rank has the same number of rows, and the last ranks have fewer or none. A
-    sharded tensor is recognized by its attributes, so that a single process need not import torch.distributed.tensor.
+    FSDP2 shards the first dimension into chunks of equal size, but the last ranks may have fewer rows or none. Sharded
+    tensors are recognized by their attributes, so that a single process need not import torch.distributed.tensor.
     """
     placements = getattr(tensor, "placements", None)
     if placements is None or all(placement.is_replicate() for placement in placements):
@@ -244,14 +249,14 @@ def local_rows(tensor: Tensor) -> RowRange | None:
 
 
 def rows_of_rank(total: int, *, rank: int, size: int) -> RowRange:
-    """Return the rows of a rank, out of `size` ranks.
+    """Return the rows of a rank if `total` rows are sharded over `size` ranks.
 
     >>> [rows_of_rank(10, rank=rank, size=4).count for rank in range(4)]
     [3, 3, 3, 1]
     >>> [rows_of_rank(5, rank=rank, size=8).count for rank in range(8)]
     [1, 1, 1, 1, 1, 0, 0, 0]
     """
-    # Rounded up, as torch.chunk does.
+    # Round up, as torch.chunk does.
     each = -(-total // size)
     return RowRange(min(rank * each, total), min((rank + 1) * each, total), total)
 
@@ -262,6 +267,6 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor on this rank. It shares the memory of the tensor."""
+    """Return the part of a tensor that this rank holds. It shares the tensor's memory."""
     dtensor: Any = tensor
     return dtensor.detach().to_local() if is_distributed(tensor) else tensor

@@ -1,6 +1,6 @@
 """Triton kernels for CUDA in half precision.
 
-Each kernel must have a measured gain. Figures are from an H200 (docs/lab.md):
+A kernel is added only if it is measurably faster. Figures are from an H200 (docs/lab.md):
 
 | kernel | used by | gain |
 | --- | --- | --- |
@@ -11,5 +11,6 @@ Each kernel must have a measured gain. Figures are from an H200 (docs/lab.md):
 | residual LayerNorm (`rowwise.residual_layer_norm`) | text | 137 to 97 us a layer; text step 23.6 to 19.7 ms |
 | GroupNorm and activation (`group_norm.group_norm_activation`) | Hex | 594 to 140 us a layer |
 
-Each call site has a reference implementation in torch operators for other devices, for float32, and without triton.
+Each call site has a reference implementation with torch operators. It is used on other devices, in float32, and if
+Triton is not installed.
 """

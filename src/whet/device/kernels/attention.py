@@ -1,8 +1,8 @@
-"""Attention for packed queries, keys and values (..., 3 H D): rotary attention, span attention, and torch's varlen.
+"""Attention from packed queries, keys and values (..., 3 H D): rotary attention, span attention, and torch's varlen.
 
-torch's compiler generates one kernel for the rotation, one for attention, and five more for the backward pass. They
-exchange data through memory that a single kernel keeps on chip. Shapes: B rows, S positions, T tokens, H heads of size
-D.
+torch's compiler generates one kernel for the rotation, one for attention, and five more for the backward pass. Between
+them, data goes through global memory. A single kernel keeps it on chip. Shapes: B rows, S positions, T tokens, H heads
+of size D.
 """
 
 import math
@@ -20,16 +20,16 @@ from whet.plan.kernel_support import supports_span_attention
 # --- rotary attention over whole rows --------------------------------------------------------------------------------
 
 _MIN_PROGRAMS = 512
-"""Number of programs that keeps a large GPU busy. With fewer rows, each program computes fewer heads."""
+"""Minimum number of programs that keeps a large GPU busy. With fewer rows, each program computes fewer heads."""
 _MAX_PREFETCH_HEAD, _PREFETCH_BYTES = 64, 160 * 1024
-"""Maximum head size for prefetching the next head, and the shared memory that the backward pass then needs."""
+"""Maximum head size for prefetching the next head, and the bytes of shared memory that the backward pass then needs."""
 
 
 @torch.library.custom_op("whet::rotary_attention", mutates_args=())
 def rotary_attention(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
-    """Return softmax(q k / sqrt(D)) v (B, S, H D) from qkv (B, S, 3 H D).
+    """Return softmax(q k^T / sqrt(D)) v (B, S, H D) from qkv (B, S, 3 H D).
 
-    Queries and keys are rotated in float32 by the tables cos and sin (S, D), then rounded to the dtype of qkv.
+    Queries and keys are rotated in float32 with the tables cos and sin (S, D), and then rounded to the dtype of qkv.
     """
     from whet.device.kernels import attention_triton
 
@@ -37,7 +37,7 @@ def rotary_attention(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> T
     rows, positions, width = qkv.shape
     out = qkv.new_empty(rows, positions, width // 3)
     grid, sizes = _rotary_sizes(qkv, num_heads)
-    # Limit the registers to half of a multiprocessor's, so that two programs fit on it.
+    # Limit each program to half of a multiprocessor's registers, so that two programs fit on it.
     max_registers = 128 if width // 3 // num_heads <= _MAX_PREFETCH_HEAD else None
     attention_triton.rotary_forward[grid](
         qkv, cos, sin, out, positions, *sizes, num_warps=attention_triton.WARPS, maxnreg=max_registers
@@ -61,7 +61,7 @@ def rotary_attention_backward(qkv: Tensor, cos: Tensor, sin: Tensor, grad_out: T
 
 
 def _rotary_sizes(qkv: Tensor, num_heads: int) -> tuple[tuple[int, int], tuple[float, int, int, int, int]]:
-    """Return the grid, and the score scale, number of heads, head size, positions per block and heads per program."""
+    """Return the grid and the kernel arguments: score scale, heads, head size, block size and heads per program."""
     rows, positions, width = qkv.shape
     head_size = width // 3 // num_heads
     heads_per_program = _heads_per_program(rows, num_heads) if _can_prefetch(qkv.device, head_size) else 1
@@ -71,7 +71,7 @@ def _rotary_sizes(qkv: Tensor, num_heads: int) -> tuple[tuple[int, int], tuple[f
 
 
 def _heads_per_program(rows: int, num_heads: int) -> int:
-    """Return the largest number of heads per program that leaves enough programs.
+    """Return the largest number of heads per program with which there are enough programs.
 
     >>> _heads_per_program(768, 8), _heads_per_program(100, 8), _heads_per_program(4, 8)
     (8, 1, 1)
@@ -85,7 +85,7 @@ def _heads_per_program(rows: int, num_heads: int) -> int:
 
 
 def _can_prefetch(device: torch.device, head_size: int) -> bool:
-    """Return whether the shared memory of a multiprocessor can hold a second head."""
+    """Return whether a program has enough shared memory to prefetch the next head."""
     if device.type != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(device)
@@ -118,24 +118,24 @@ rotary_attention.register_autograd(_rotary_gradient, setup_context=_save_rotary)
 # --- attention over spans --------------------------------------------------------------------------------------------
 
 _TILE, _PIECE, _WARPS = 64, 64, 4
-"""Tokens per program, tokens per load, and warps. These were the best overall on an H200 (docs/lab.md)."""
+"""Tokens per program, tokens per load, and warps per program. This was the best choice on an H200 (docs/lab.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """Spans of tokens that attend to each other: the samples of a packed batch, or the documents in a row.
+    """Spans of tokens that attend to each other, such as the samples of a packed batch or the documents in a row.
 
-    Built once per forward pass, without waiting for the device.
+    They are built once per forward pass, without waiting for the device.
     """
 
     starts: Tensor
     """Index of the first token of each token's span, int32 (T)."""
     tiles: Tensor
-    """Tile of each program, int32 (P, 4): first token, end, start of the first token's span, end of the last one's."""
+    """Tiles of tokens, int32 (P, 4): start, end, start of the first token's span, and end of the last token's span."""
 
     @classmethod
     def of(cls, starts: Tensor, ends: Tensor) -> "Spans":
-        """Return the spans, given the start and the end of the span of each token, integers (T)."""
+        """Return the spans. `starts` and `ends` are integers (T): the start and end of each token's span."""
         tokens = starts.shape[0]
         begin = torch.arange(0, tokens, _TILE, device=starts.device)
         end = (begin + _TILE).clamp(max=tokens)
@@ -153,9 +153,9 @@ def span_attention(
 ) -> Tensor:
     """Return attention within spans (T, H D) from qkv (T, 3 H D).
 
-    Each token attends to all tokens of its span; with `is_causal`, only to itself and earlier tokens. `rotary` are
-    float32 tables of cosines and sines (positions, D) that rotate queries and keys. The position of a token is its
-    distance from the start of its span. Without tables, nothing is rotated.
+    Each token attends to all tokens of its span, or with `is_causal` only to itself and earlier tokens. `rotary` holds
+    two float32 tables of cosines and sines (positions, D), which rotate queries and keys. If it is empty, nothing is
+    rotated. The position of a token is its distance from the start of its span.
     """
     out: Tensor = span_attention_op(qkv, spans.starts, spans.tiles, list(rotary), num_heads, is_causal)[0]
     return out
@@ -165,7 +165,7 @@ def span_attention(
 def span_attention_op(
     qkv: Tensor, starts: Tensor, tiles: Tensor, rotary: list[Tensor], num_heads: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return softmax(q k / sqrt(D)) v (T, H D), and the base-2 log-sum-exp of each row (H, T) for backward."""
+    """Return softmax(q k^T / sqrt(D)) v (T, H D), and the base-2 log-sum-exps of the scores (H, T) for backward."""
     from whet.device.kernels.span_attention_triton import span_forward
 
     qkv, grid = qkv.contiguous(), (len(tiles) * num_heads,)
@@ -205,7 +205,7 @@ def _empty_span_outputs(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def _tables(rotary: list[Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tables; without rotation, two placeholders that the kernel does not read."""
+    """Return the cosine and sine tables. Without rotation, return two placeholders that the kernel does not read."""
     cos, sin = rotary or (qkv, qkv)
     return cos, sin
 
@@ -247,7 +247,7 @@ def _(
 def _save_spans(ctx, inputs, output):  # type: ignore[no-untyped-def]
     qkv, starts, tiles, rotary, ctx.num_heads, ctx.is_causal = inputs
     ctx.save_for_backward(qkv, starts, tiles, *rotary, *output)
-    # The log-sum-exps have no gradient, so do not allocate zeros for it.
+    # Do not allocate zeros for the missing gradient of the log-sum-exps.
     ctx.set_materialize_grads(False)
 
 
@@ -271,7 +271,7 @@ _MIN_COMPUTE_CAPABILITY = 8
 
 
 def has_varlen_kernel(qkv: Tensor, *, num_heads: int) -> bool:
-    """Whether torch has a kernel for packed samples that supports this qkv (T, 3 H D). Does not wait for the device."""
+    """Return whether torch's varlen kernel supports this qkv (T, 3 H D). Does not wait for the device."""
     head_size = qkv.shape[-1] // (3 * num_heads)
     return (
         qkv.is_cuda
@@ -283,7 +283,10 @@ def has_varlen_kernel(qkv: Tensor, *, num_heads: int) -> bool:
 
 
 def varlen_attention(qkv: Tensor, starts: Tensor, *, num_heads: int, max_length: int, dropout: float = 0.0) -> Tensor:
-    """Return attention within samples (T, H D) from qkv (T, 3 H D). Each sample extends from one start to the next."""
+    """Return attention within samples (T, H D) from qkv (T, 3 H D).
+
+    `starts` are the cumulative lengths of the samples, int32, with a leading 0. `max_length` is the longest length.
+    """
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(1)
     if dropout:
         # The public function does not support dropout, but the underlying operator does.

@@ -1,8 +1,8 @@
-"""Triton kernels of rotary attention. Imported only where triton is installed.
+"""Triton kernels for rotary attention. Imported only if Triton is installed.
 
-A program processes all positions of one head of one row as a single block. So there are no sums over blocks and no
-statistics for the backward pass, and q, k and v are loaded and rotated once. The program loops over heads and
-prefetches the next one while it computes.
+A program processes all positions of a head of one row as a single block. So it needs no sums over blocks and saves no
+softmax statistics, and it loads q, k and v once. It loops over several heads, and prefetches the next head while it
+computes.
 
 Parameters have only Triton annotations, because Triton interprets every annotation as one of its types.
 """
@@ -16,14 +16,14 @@ WARPS = 8
 
 @triton.jit
 def _load_halves(qkv, half_cols, is_valid, half: tl.constexpr):
-    """Load the two halves of a head at all positions."""
+    """Load the two halves of a head's columns at all positions."""
     x1 = tl.load(qkv + half_cols, mask=is_valid, other=0.0)
     return x1, tl.load(qkv + half + half_cols, mask=is_valid, other=0.0)
 
 
 @triton.jit
 def rotate(x1, x2, cos, sin):
-    """Rotate the two halves in float32, and round to their dtype."""
+    """Rotate the two halves in float32, and round the result to their dtype."""
     dtype = x1.dtype
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
@@ -31,13 +31,13 @@ def rotate(x1, x2, cos, sin):
 
 @triton.jit
 def rotate_back(x1, x2, cos, sin):
-    """Return the gradients of the halves from those of the rotated halves, in float32."""
+    """Return the gradients of the halves, given float32 gradients of the rotated halves."""
     return x1 * cos + x2 * sin, x2 * cos - x1 * sin
 
 
 @triton.jit
 def _store_grad_halves(grad_qkv, x1, x2, cos, sin, half_cols, is_valid, half: tl.constexpr):
-    """Rotate gradients back and store them where the halves were loaded."""
+    """Rotate gradients back, and store them at the offsets that `_load_halves` loads."""
     dtype = grad_qkv.dtype.element_ty
     x1, x2 = rotate_back(x1, x2, cos, sin)
     tl.store(grad_qkv + half_cols, x1.to(dtype), mask=is_valid)
@@ -46,7 +46,7 @@ def _store_grad_halves(grad_qkv, x1, x2, cos, sin, half_cols, is_valid, half: tl
 
 @triton.jit
 def _softmax_terms(q1, q2, k1, k2, is_key, scale):
-    """Return the unnormalized softmax over all positions in float32, and the inverse of its sum for each row."""
+    """Return the unnormalized softmax weights in float32, and the inverse of their sum for each query."""
     scores = tl.dot(q1, tl.trans(k1))
     scores = tl.dot(q2, tl.trans(k2), acc=scores)
     scores = tl.where(is_key, scores, float("-inf"))

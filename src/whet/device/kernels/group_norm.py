@@ -1,8 +1,8 @@
-"""GroupNorm with its activation for channels_last, as one kernel forward and one kernel backward.
+"""GroupNorm and activation for channels_last tensors, with one kernel for forward and one for backward.
 
 torch's GroupNorm copies to contiguous and back, reads the input twice, and stores float32 under autocast. These kernels
-load and store every element once, in its dtype. Sums and intermediate values are float32. Shapes: B samples of
-(C, H, W), in which the C channels of each of the H W cells are adjacent.
+load and store every element once, in its own dtype. Sums and intermediate values are float32. Shapes: B samples of
+(C, H, W), with C adjacent channels in each of the H W cells.
 """
 
 import torch
@@ -14,7 +14,7 @@ from whet.plan.kernel_support import cell_tiles, groups_per_program, supports_gr
 
 
 def group_norm_activation(norm: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
-    """Return activation(norm(x)), computed by whet's kernel if norms=whet is selected and the inputs are supported."""
+    """Return activation(norm(x)). Uses whet's kernel if norms=whet is selected and the kernel supports the inputs."""
     if (
         is_whet_kernel_on("norms")
         and isinstance(norm, nn.GroupNorm)
@@ -36,7 +36,7 @@ def group_norm_activation(norm: nn.Module, activation: nn.Module, x: Tensor) -> 
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, is_silu: bool) -> Tensor:
-    """Compute the same result with torch's operators, for tests."""
+    """Compute the result of the kernel with torch's operators, for tests."""
     activate = functional.silu if is_silu else functional.relu
     return activate(functional.group_norm(x, num_groups, weight, bias, eps))
 
@@ -45,7 +45,10 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: flo
 def group_norm_act(
     x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, is_silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return silu or relu of the GroupNorm of x, and means and inverse standard deviations (B, 2, C) for backward."""
+    """Return silu or relu of the GroupNorm of x, and statistics (B, 2, C) for backward.
+
+    The statistics are the mean and the inverse standard deviation of each channel's group.
+    """
     from whet.device.kernels import group_norm_triton
 
     x = x.contiguous(memory_format=torch.channels_last)
@@ -62,7 +65,7 @@ def group_norm_act(
 def group_norm_act_backward(
     x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor, grad_out: Tensor, num_groups: int, is_silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, and the contribution of each sample to the gradients of weight and bias (B, 2, C)."""
+    """Return the gradient of x, and each sample's contribution to the gradients of weight and bias (B, 2, C)."""
     from whet.device.kernels import group_norm_triton
 
     x = x.contiguous(memory_format=torch.channels_last)
@@ -90,7 +93,7 @@ def _num_cells(x: Tensor) -> int:
 
 
 def _sizes(x: Tensor, num_groups: int) -> tuple[tuple[int], tuple[int, int, int, int, int]]:
-    """Return the grid, and the sizes: channels, channels per group, groups per program, and cells of its two tiles."""
+    """Return the grid and sizes: channels, channels per group, groups per program, and cells of its two tiles."""
     width = x.shape[1]
     group_size = width // num_groups
     groups = groups_per_program(_num_cells(x), num_groups, group_size)
@@ -134,7 +137,7 @@ def _(
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, weight, bias, ctx.num_groups, _, ctx.is_silu = inputs
     ctx.save_for_backward(x, weight, bias, output[1])
-    # The statistics have no gradient, so do not allocate zeros for it.
+    # Do not allocate zeros for the missing gradient of the statistics.
     ctx.set_materialize_grads(False)
 
 

@@ -1,20 +1,20 @@
-"""Triton kernels of GroupNorm with activation. Imported only where triton is installed.
+"""Triton kernels for GroupNorm with activation. Imported only if Triton is installed.
 
-A program holds some groups of one sample with all their cells, so everything is loaded once. The cells are in two
-tiles, since the sides of a tile are powers of two: 169 cells are 128 and, of 64, the first 41. Sums run over cells
-first, which gives sums per channel, and then over the few channels of a group.
+A program holds all cells of some groups of one sample, so it loads each element once. The cells are split into two
+tiles, because the sides of a tile are powers of two. For example, 169 cells are a full tile of 128, and 41 cells in a
+tile of 64. Sums are computed over cells first, and then over the channels of a group.
 """
 
 import triton
 import triton.language as tl
 
 ELEMENTS_PER_WARP = 2048
-"""At most 64 elements per thread, so that its registers hold them and their gradients without spilling."""
+"""64 elements per thread, so that its registers can hold them and their gradients without spilling."""
 
 
 @triton.jit
 def _group_sum(per_channel, groups: tl.constexpr, group_size: tl.constexpr):
-    """Return, for each channel, the sum over its group."""
+    """Return for each channel the sum over its group."""
     sums = tl.sum(tl.reshape(per_channel, (groups, group_size)), axis=1)
     return tl.reshape(tl.broadcast_to(sums[:, None], (groups, group_size)), (groups * group_size,))
 
@@ -30,13 +30,13 @@ def _tile_offsets(sample, part, num_cells, width: tl.constexpr, channels: tl.con
 def _activate(z, is_silu: tl.constexpr):
     if is_silu:
         return z / (1 + tl.exp(-z))
-    # Do not use tl.maximum, which would replace a NaN.
+    # Do not use tl.maximum, because it would replace NaN with 0.
     return tl.where(z < 0, 0.0, z)
 
 
 @triton.jit
 def _activation_grad(grad, z, is_silu: tl.constexpr):
-    """Return the gradient with respect to z, the input of the activation, given the gradient of its output."""
+    """Return the gradient of z, the input of the activation, given the gradient of its output."""
     if is_silu:
         sigmoid = 1 / (1 + tl.exp(-z))
         return grad * sigmoid * (1 + z * (1 - sigmoid))
@@ -59,7 +59,7 @@ def group_norm_forward(
     first: tl.constexpr,
     second: tl.constexpr,
 ):
-    """Compute out (B, cells, C), and statistics (B, 2, C): mean and inverse deviation of each channel's group."""
+    """Compute out (B, cells, C), and in statistics (B, 2, C) the mean and inverse deviation of each channel's group."""
     channels: tl.constexpr = groups * group_size
     parts: tl.constexpr = width // channels
     sample, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
@@ -107,7 +107,7 @@ def group_norm_backward(
     first: tl.constexpr,
     second: tl.constexpr,
 ):
-    """Compute grad_x (B, cells, C), and grad_params (B, 2, C), each sample's contribution to weight and bias."""
+    """Compute grad_x (B, cells, C), and grad_params (B, 2, C): each sample's part of the weight and bias gradients."""
     channels: tl.constexpr = groups * group_size
     parts: tl.constexpr = width // channels
     sample, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
@@ -128,7 +128,7 @@ def group_norm_backward(
         is_valid = cells < num_cells
         offsets2 = sample * num_cells * width + cells * width + channel[None, :]
         x2 = tl.load(x + offsets2, mask=is_valid, other=0.0).to(tl.float32)
-        # Elements outside of the sample are 0, so that they do not change the sums.
+        # Gradients outside the sample are 0, so they do not change the sums.
         grad = tl.load(grad_out + offsets2, mask=is_valid, other=0.0).to(tl.float32)
         grad2 = _activation_grad(grad, x2 * scale[None, :] + shift[None, :], is_silu)
         grad_bias += tl.sum(grad2, axis=0)
@@ -139,8 +139,8 @@ def group_norm_backward(
     count = num_cells * group_size
     grad_mean = _group_sum(gamma * grad_bias, groups, group_size) / count
     grad_std = _group_sum(gamma * grad_weight, groups, group_size) / count
-    # scale * grad - inv_std * (grad_mean + normalized * grad_std), rearranged so that the terms shared by all cells of
-    # a channel are computed once.
+    # grad_x is scale * grad - inv_std * (grad_mean + normalized * grad_std). Compute the terms that all cells of a
+    # channel share only once.
     slope_x = -inv_std * inv_std * grad_std
     offset_x = -inv_std * grad_mean - slope_x * mean
     tl.store(grad_x + offsets, (grad1 * scale[None, :] + (x1 * slope_x[None, :] + offset_x[None, :])).to(dtype))

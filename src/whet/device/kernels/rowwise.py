@@ -1,7 +1,7 @@
 """Row-wise kernels: SwiGLU, RMSNorm over a sum, and LayerNorm over a residual sum with dropout.
 
-Each operation has one forward kernel and one backward kernel. Shapes: T tokens in any number of dimensions, I inner
-features, W width.
+Each operation has one forward and one backward kernel. Shapes: T tokens in any number of dimensions, I inner features,
+W width.
 """
 
 import torch
@@ -12,8 +12,8 @@ from whet.device.kernels.switches import has_hooks, is_supported, is_whet_kernel
 from whet.plan.kernel_support import supports_add_norm
 
 # --- SwiGLU ----------------------------------------------------------------------------------------------------------
-# torch's compiler writes the gradients of gate and up as one tensor and loads the inputs separately for each half. That
-# takes 0.50 ms per layer, and this kernel takes 0.27 ms (74,496 rows of 2 x 1,536 on an H200).
+# torch's compiler writes the gradients of gate and up as one tensor, and loads the inputs again for each half. Its
+# backward kernel takes 0.50 ms per layer, and this one takes 0.27 ms (74,496 rows of 2 x 1,536 on an H200).
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @torch.library.custom_op("whet::swiglu", mutates_args=())
 def swiglu_op(gate_up: Tensor) -> Tensor:
-    """Run the forward kernel."""
+    """Return silu(gate) * up (..., I), computed by the Triton kernel."""
     from whet.device.kernels.rowwise_triton import SWIGLU_BLOCK, swiglu_forward
 
     gate_up = gate_up.contiguous()
@@ -40,7 +40,7 @@ def swiglu_op(gate_up: Tensor) -> Tensor:
 
 @torch.library.custom_op("whet::swiglu_backward", mutates_args=())
 def swiglu_backward_op(gate_up: Tensor, grad_out: Tensor) -> Tensor:
-    """Return the gradient of gate_up."""
+    """Return the gradient of gate_up (..., 2 I), given the gradient of the output (..., I)."""
     from whet.device.kernels.rowwise_triton import SWIGLU_BLOCK, swiglu_backward
 
     gate_up, grad_out = gate_up.contiguous(), grad_out.contiguous()
@@ -74,8 +74,8 @@ swiglu_op.register_autograd(_swiglu_gradient, setup_context=_save_swiglu)
 
 
 # --- RMSNorm ---------------------------------------------------------------------------------------------------------
-# Eager torch runs eight kernels, most of them in float32. torch's compiler fuses them with the surrounding additions,
-# so a compiled model uses torch's operators.
+# In eager mode, torch runs eight kernels, most of them in float32. torch's compiler fuses them with the surrounding
+# additions, so a compiled model uses torch's operators.
 
 
 def has_rms_kernel(x: Tensor, residual: Tensor | None) -> bool:
@@ -92,7 +92,10 @@ def has_rms_kernel(x: Tensor, residual: Tensor | None) -> bool:
 
 @torch.library.custom_op("whet::rms_norm_sum", mutates_args=())
 def rms_norm_sum(x: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (x + residual) divided by its root mean square, and the inverse root mean squares (T) for backward."""
+    """Return x + residual divided by its root mean square, and the inverse root mean squares (T) for backward.
+
+    A residual of None counts as 0. `eps` is added to the mean square.
+    """
     from whet.device.kernels.rowwise_triton import RMS_WARPS, rms_forward
 
     x, residual = x.contiguous(), residual if residual is None else residual.contiguous()
@@ -103,9 +106,9 @@ def rms_norm_sum(x: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor
 
 @torch.library.custom_op("whet::rms_norm_sum_backward", mutates_args=())
 def rms_norm_sum_backward(out: Tensor, inv_rms: Tensor, grad_out: Tensor) -> Tensor:
-    """Return the gradient of the sum.
+    """Return the gradient of x + residual, given the output of the forward pass and its gradient.
 
-    The kernel reads the output instead of the inputs, because the next product keeps the output in memory anyway.
+    The kernel reads the output instead of the inputs, because the following matrix product saves the output anyway.
     """
     from whet.device.kernels.rowwise_triton import RMS_WARPS, rms_backward
 
@@ -120,7 +123,7 @@ def _empty_rms_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_sizes(x: Tensor) -> tuple[int, int]:
-    """Return the width and the next power of two, which Triton needs as the block size."""
+    """Return the width and the block size, which must be a power of two in Triton."""
     width = x.shape[-1]
     return width, 1 << (width - 1).bit_length()
 
@@ -138,7 +141,7 @@ def _(out: Tensor, inv_rms: Tensor, grad_out: Tensor) -> Tensor:  # noqa: ARG001
 def _save_rms(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.has_residual = inputs[1] is not None
     ctx.save_for_backward(*output)
-    # The inverse root mean squares have no gradient, so do not allocate zeros for it.
+    # Do not allocate zeros for the missing gradient of the inverse root mean squares.
     ctx.set_materialize_grads(False)
 
 
@@ -153,21 +156,22 @@ rms_norm_sum.register_autograd(_rms_gradient, setup_context=_save_rms)
 
 
 # --- LayerNorm over a residual sum -----------------------------------------------------------------------------------
-# Under autocast, torch runs four kernels for dropout, sum, norm and the cast for the next product. The backward pass
-# takes six, including the gradient of the bias of the linear layer. Each kernel loads what the previous one stored.
+# Under autocast, torch runs four kernels: for dropout, the sum, the norm, and the cast for the next matrix product. The
+# backward pass takes six, including one for the bias gradient of the linear layer. Each kernel loads what the previous
+# one stored.
 
 _ROWS, _WARPS = 1, 2
 """Rows and warps per program. These were the fastest on an H200 (docs/lab.md)."""
 _MAX_PROGRAMS = 1584
-"""Maximum number of programs in the backward pass: twelve per multiprocessor of an H200, which runs six at a time."""
+"""Maximum number of programs in the backward pass: twelve per multiprocessor of an H200, which can hold six."""
 
 
 def residual_layer_norm(
     dense: nn.Linear, dropout: nn.Dropout, norm: nn.LayerNorm, x: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return norm(dropout(dense(x)) + residual) twice: for the next residual sum, and for the next product.
+    """Return norm(dropout(dense(x)) + residual) twice: for the next residual sum, and for the next matrix product.
 
-    With norms=whet, the first is float32 and the second is half precision. Otherwise both are the same tensor.
+    With whet's kernel, the first is float32 and the second is half precision. Otherwise both are the same tensor.
     """
     if (
         is_whet_kernel_on("norms")
@@ -183,7 +187,7 @@ def residual_layer_norm(
     ):
         product = functional.linear(x, dense.weight)
         p = dropout.p if dropout.training else 0.0
-        # torch draws the seed on the device, so that each replay of a captured step gets a new one.
+        # Draw the seed on the device, so that each replay of a captured step uses a new one.
         seed = torch.randint(2**62, (1,), device=x.device) if p else None
         out32, out, _, _ = residual_norm_op(product, dense.bias, residual, norm.weight, norm.bias, seed, p, norm.eps)
         return out32, out
@@ -204,7 +208,7 @@ def residual_norm_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the LayerNorm of dropout(x + x_bias) + residual, in float32 and in the dtype of x.
 
-    Also return the sums, and their means and inverse standard deviations (T, 2), for the backward pass.
+    For the backward pass, also return the sums, and the mean and inverse standard deviation of each row (T, 2).
     """
     from whet.device.kernels.rowwise_triton import residual_norm_forward
 
@@ -232,7 +236,10 @@ def residual_norm_backward_op(
     p: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and residual, and (P, 3, W), the part of each program in those of the parameters."""
+    """Return the gradients of x and residual, and partial sums (P, 3, W) of the gradients of weight, bias and x_bias.
+
+    Each of the P programs computes one partial sum. A gradient of the output that is None counts as 0.
+    """
     from whet.device.kernels.rowwise_triton import residual_norm_backward
 
     grad_out32, grad_out = (grad if grad is None else grad.contiguous() for grad in (grad_out32, grad_out))
@@ -248,7 +255,7 @@ def residual_norm_backward_op(
 
 
 def _dropout_args(p: float) -> tuple[int, float]:
-    """Return the dropout threshold for 31-bit random numbers, and the scale of kept elements."""
+    """Return the dropout threshold for 31-bit random numbers, and the factor for kept elements."""
     return round(p * 2**31), 1 / (1 - p)
 
 
@@ -297,7 +304,7 @@ def _save_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
     _, _, sums, statistics = output
     ctx.dtype = x.dtype
     ctx.save_for_backward(sums, statistics, weight, *(() if seed is None else (seed,)))
-    # Sums and statistics have no gradient, so do not allocate zeros for it.
+    # Do not allocate zeros for the missing gradients of sums and statistics.
     ctx.set_materialize_grads(False)
 
 

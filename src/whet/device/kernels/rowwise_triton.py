@@ -1,7 +1,8 @@
-"""Triton kernels of row-wise operations: SwiGLU, RMSNorm, residual LayerNorm. Imported only where triton is installed.
+"""Triton kernels for SwiGLU, RMSNorm and residual LayerNorm. Imported only if Triton is installed.
 
-A program of a norm holds whole rows. In the backward pass of LayerNorm it loops over rows and accumulates what they
-contribute to shared parameters; no program adds to what another wrote, so results are deterministic.
+The programs of norms hold whole rows. In the backward pass of LayerNorm, each program loops over rows, and accumulates
+their contributions to the gradients of the parameters. Programs do not use atomic additions, so results are
+deterministic.
 """
 
 import triton
@@ -60,7 +61,7 @@ def rms_forward(x, residual, out, inv_rms, eps, width: tl.constexpr, block: tl.c
 
 @triton.jit
 def rms_backward(out, inv_rms, grad_out, grad_in, width: tl.constexpr, block: tl.constexpr):
-    """Compute the gradient of the sum (T, W) from grad_out and out. The inputs are not read."""
+    """Compute grad_in (T, W), the gradient of x + residual, from grad_out and out. The inputs are not read."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     offsets, is_valid = row * width + columns, columns < width
     normalized = tl.load(out + offsets, mask=is_valid, other=0.0).to(tl.float32)
@@ -72,7 +73,7 @@ def rms_backward(out, inv_rms, grad_out, grad_in, width: tl.constexpr, block: tl
 
 @triton.jit
 def _row_offsets(tile, tokens, width: tl.constexpr, block: tl.constexpr, rows: tl.constexpr):
-    """Return the rows of a tile, the offsets of their elements, and a mask of the elements that exist."""
+    """Return the rows of a tile, the offsets of their elements, and the mask of valid elements."""
     row, columns = tile * rows + tl.arange(0, rows), tl.arange(0, block)
     is_valid = (row < tokens)[:, None] & (columns < width)[None, :]
     return row, row.to(tl.int64)[:, None] * width + columns[None, :], is_valid
@@ -85,9 +86,9 @@ def _is_kept(bits, threshold):
 
 @triton.jit
 def _dropout(x, seed, row, threshold, scale, width: tl.constexpr, block: tl.constexpr):
-    """Dropout: keep an element, scaled, unless 31 random bits are below the threshold.
+    """Apply dropout: zero elements whose 31-bit random number is below the threshold, and scale the others.
 
-    One call of the generator serves four adjacent elements.
+    One call of the random number generator is used for four adjacent elements.
     """
     counters = row[:, None] * (width // 4) + tl.arange(0, block // 4)[None, :]
     bits1, bits2, bits3, bits4 = tl.randint4x(tl.load(seed), counters)
@@ -116,7 +117,7 @@ def residual_norm_forward(
     block: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """Compute the LayerNorm of sums = residual + dropout(x + x_bias) as out32 and out (T, W), and statistics (T, 2)."""
+    """Compute sums = dropout(x + x_bias) + residual, their LayerNorm as out32 and out (T, W), and statistics (T, 2)."""
     row, offsets, is_valid = _row_offsets(tl.program_id(0), tokens, width, block, rows)
     columns = tl.arange(0, block)
     sum_row = tl.load(x + offsets, mask=is_valid, other=0.0).to(tl.float32)
@@ -155,9 +156,9 @@ def residual_norm_backward(
     block: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """Compute gradients of x and residual (T, W), and grad_params (P, 3, W), sums for weight, bias and x_bias.
+    """Compute the gradients of x and residual (T, W), and in grad_params (P, 3, W) those of weight, bias and x_bias.
 
-    The random bits of dropout are drawn again instead of read.
+    The gradients of the parameters are partial sums, one per program. The dropout mask is computed again from the seed.
     """
     columns = tl.arange(0, block)
     gain = tl.load(weight + columns, mask=columns < width, other=0.0)

@@ -1,11 +1,12 @@
-"""Triton kernels of span attention. Imported only where triton is installed.
+"""Triton kernels for span attention. Imported only if Triton is installed.
 
-A program holds a tile of tokens of one head, and loops over the tokens that any of them may attend to; nothing else is
-loaded. So the cost of many short spans grows with their tokens, not with the longest span or the row. In the backward
-pass one kernel computes gradients of queries, another those of keys and values; no program adds to what another wrote,
-so results are deterministic. Nothing is prefetched: enough programs fit on a processor to hide the loads.
+A program holds a tile of tokens of one head, and loops only over the tokens to which any of them may attend. So the
+cost of many short spans depends on their number of tokens, not on the longest span or the length of the row. In the
+backward pass, one kernel computes the gradients of queries, and another one those of keys and values. Programs do not
+use atomic additions, so results are deterministic. Nothing is prefetched, because enough programs fit on a
+multiprocessor to hide the latency of loads.
 
-Parameters have no type annotations but triton's: it reads all others as its own.
+Parameters have only Triton annotations, because Triton interprets every annotation as one of its types.
 """
 
 import triton
@@ -14,9 +15,9 @@ import triton.language as tl
 from whet.device.kernels.attention_triton import rotate, rotate_back
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-"""Factor that converts powers of e to powers of 2, for which the GPU has an instruction."""
+"""Factor that turns exp into exp2, for which the GPU has an instruction."""
 _MIN_SCORE = tl.constexpr(-1e30)
-"""A value below every score. It is finite, because the difference of two infinities is NaN."""
+"""Initial maximum, below every score. It is finite, because the difference of two infinities is NaN."""
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def _store_rotated_back(
     head_size: tl.constexpr,
     is_rotary: tl.constexpr,
 ):
-    """Rotate gradients back and store them where `_load_rotated` loaded the halves."""
+    """Rotate gradients back if is_rotary, and store them at the offsets that `_load_rotated` loads."""
     dtype = x_ptr.dtype.element_ty
     if is_rotary:
         cos, sin = _rotation(cos_table, sin_table, tokens, span, half_cols, is_valid, head_size)
@@ -104,7 +105,7 @@ def span_forward(
     block: tl.constexpr,
     piece: tl.constexpr,
 ):
-    """Compute out (T, H D) from qkv (T, 3 H D), and lses (H, T), the base-2 logarithms of the softmax sums."""
+    """Compute out (T, H D) from qkv (T, 3 H D), and lses (H, T), the base-2 log-sum-exps of the scores."""
     width: tl.constexpr = heads * head_size
     head, begin, end, low, high = _tile(tiles, heads)
     rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)
@@ -146,7 +147,7 @@ def span_forward(
         if is_causal:
             is_visible &= tokens[:, None] >= keys[None, :]
         scores = tl.where(is_visible, _scores(q1, q2, k1, k2) * (scale * _LOG2_E), float("-inf"))
-        # Online softmax: rescale the values that were accumulated with the previous maximum.
+        # Online softmax: rescale the sums that were accumulated with the previous maximum.
         new_max = tl.maximum(max_score, tl.max(scores, axis=1))
         probs = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(max_score - new_max)
@@ -181,7 +182,7 @@ def span_backward_queries(
     block: tl.constexpr,
     piece: tl.constexpr,
 ):
-    """Compute the gradients of queries, and the deltas (H, T), which are sums of grad_out * out."""
+    """Compute the gradients of queries, and deltas (H, T): the sum of grad_out * out for each head and token."""
     width: tl.constexpr = heads * head_size
     head, begin, end, low, high = _tile(tiles, heads)
     rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)
@@ -270,7 +271,7 @@ def span_backward_keys_values(
     block: tl.constexpr,
     piece: tl.constexpr,
 ):
-    """Compute the gradients of keys and values. `span_backward_queries` must have computed the deltas."""
+    """Compute the gradients of keys and values. Run `span_backward_queries` first, because it computes the deltas."""
     width: tl.constexpr = heads * head_size
     head, begin, end, low, high = _tile(tiles, heads)
     rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)

@@ -1,7 +1,7 @@
-"""Switches for whet's kernels and for the backends of torch's attention.
+"""Switches for whet's kernels, and the selection of torch's attention backend.
 
-A model that supports one of the kernels checks its switch in the forward pass. Switches are off unless a plan turns
-them on, so a model outside of whet uses torch's kernels.
+A model that supports one of whet's kernels checks its switch in the forward pass. Switches are off unless a device
+turns them on, so a model that runs outside of whet uses torch's kernels.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 _SWITCHES = {"attention": False, "norms": False, "gates": False}
 
-# In the order of preference of torch's heuristics.
+# In torch's order of preference. `prefer_sdpa_kernel` depends on it.
 _SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -52,22 +52,22 @@ def is_whet_kernel_on(name: str) -> bool:
 
 
 def is_supported(x: Tensor) -> bool:
-    """Return whether whet's kernels support this tensor: CUDA, half precision, triton installed."""
+    """Return whether whet's kernels support this tensor. They require CUDA, half precision and Triton."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks. Hooks run only if the module itself is called, so a kernel must not replace it."""
+    """Return whether the module has hooks. They run only if the module is called, so a kernel must not replace it."""
     return bool(
         module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
     )
 
 
 def prefer_sdpa_kernel(kernel: str) -> AbstractContextManager[object]:
-    """Prefer one backend of torch's attention in this context.
+    """Prefer one backend of scaled_dot_product_attention in this context.
 
-    Inputs that the backend does not support fall through to the backends after it in the list. Backends before it are
-    not used.
+    For inputs that the backend does not support, torch uses the backends after it in torch's order of preference.
+    Backends before it are not used.
     """
     names = list(_SDPA_BACKENDS)
     allowed = names[names.index(kernel) :]

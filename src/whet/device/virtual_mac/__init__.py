@@ -1,10 +1,10 @@
-"""A simulated Mac with Apple silicon on Linux: real `mps:0` tensors, computed by the CPU.
+"""A simulated Mac with Apple silicon on Linux. Its tensors are real `mps:0` tensors, and the CPU computes them.
 
     from whet.device import virtual_mac
     virtual_mac.install("m2-air-8gb")
 
-Results and speed are those of the CPU. Limits, errors, autocast, loss scaling and generators follow the code paths of
-PyTorch on a Mac. docs/apple.md lists what is simulated and what is not.
+Results and speed are those of the CPU. Limits, errors, autocast, loss scaling and random generators follow the code
+paths of PyTorch on a Mac. docs/apple.md lists what is simulated and what is not.
 """
 
 from importlib import import_module
@@ -44,7 +44,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 
 def __getattr__(name: str) -> Any:
-    # Import on first use, because pytest imports this package for its plugin, even in projects that never use it.
+    # Import on first use, because pytest imports this package for its plugin, even in projects that do not use it.
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

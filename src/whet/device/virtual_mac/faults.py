@@ -1,6 +1,6 @@
-"""Faults of the virtual Mac: `with simulate(Heat(slowdown=3)): ...`.
+"""Simulated faults of the virtual Mac, as in `with simulate(Heat(slowdown=3)): ...`.
 
-Each fault is an object. `simulate` starts faults and ends them on exit. docs/apple.md lists all faults.
+docs/apple.md lists all faults.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Undo = Callable[[], object]
 When = Callable[..., bool]
-"""A predicate over a kernel's tensor arguments, e.g. `lambda x, weight: len(x) > 32_768`."""
+"""A predicate on the tensor arguments of a kernel, such as `lambda x, weight: len(x) > 32_768`."""
 
 
 class SimulatedFault(Protocol):
@@ -29,7 +29,7 @@ class SimulatedFault(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """GPU memory is allocated outside of torch's allocator."""
+    """Simulates GPU memory that is allocated outside of torch's allocator."""
 
     num_bytes: int
 
@@ -40,7 +40,10 @@ class HeldMemory:
 
 @dataclass(frozen=True, slots=True)
 class GraphCache:
-    """Every new operator, shape or dtype allocates host memory until `torch.mps.empty_cache()`."""
+    """Allocates host memory for every new combination of operator, shapes and dtypes.
+
+    `torch.mps.empty_cache()` frees it.
+    """
 
     bytes_per_graph: int = 55_000
 
@@ -50,7 +53,7 @@ class GraphCache:
 
 @dataclass(frozen=True, slots=True)
 class DriverGrowth:
-    """Metal keeps memory that no tensor needs, more with every kernel, until `torch.mps.empty_cache()`."""
+    """Makes Metal reserve more unused memory with every kernel. `torch.mps.empty_cache()` frees it."""
 
     bytes_per_kernel: int
 
@@ -61,16 +64,18 @@ class DriverGrowth:
 
 @dataclass(frozen=True, slots=True)
 class GpuFailure:
-    """A kernel fails as Metal's do: lines on stderr, and garbage in the result."""
+    """Makes kernels fail as on Metal: an error is printed to stderr, and the result is garbage."""
 
     operator: str | None = None
     """Operator whose kernels fail, such as "mm", or None for all operators."""
     after_kernels: int = 0
+    """Number of matching kernels that succeed first."""
     times: int = 1
+    """Number of kernels that fail."""
     cause: Literal["memory", "watchdog"] = "memory"
-    """"watchdog": macOS ends work that the display has to wait for."""
+    """Either the GPU is out of memory, or macOS stops the GPU's work because the display has to wait for it."""
     raises: bool | None = None
-    """Whether the next wait for the GPU raises an error, or None for what this version of torch does (since 2.15)."""
+    """Whether the next synchronization raises an error, as since torch 2.15. None means as in the installed torch."""
 
     def start(self) -> Undo:
         raises = native().reports_failures if self.raises is None else self.raises
@@ -81,12 +86,12 @@ class GpuFailure:
 
 @dataclass(frozen=True, slots=True)
 class Miscompute:
-    """Results of an operator are silently wrong by a factor."""
+    """Multiplies the results of an operator by 1 + `relative_error`, without an error message."""
 
     operator: str
     relative_error: float = 1e-2
     when: When | None = None
-    """Condition on the tensor arguments of the kernel, or None if every result is wrong."""
+    """Condition on the tensor arguments of the kernel, or None to change every result."""
 
     def start(self) -> Undo:
         fault = native().start_miscompute(_kernel(self.operator), self.relative_error, self.when)
@@ -95,15 +100,16 @@ class Miscompute:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Every kernel is slowed down in proportion to its time.
+    """Slows down every kernel, so that it takes `slowdown` times as long.
 
-    The slowdown starts at `after` and reaches its full value at `after` + `over`.
+    The slowdown starts at `after`, and increases linearly to its full value at `after` + `over`.
     """
 
     slowdown: float = 2.0
     after: float = 0
     over: float = 0
     unit: Literal["kernels", "seconds"] = "kernels"
+    """Unit of `after` and `over`, which are counted from the start of the fault."""
 
     def start(self) -> Undo:
         fault = native().start_heat(self.slowdown, self.after, self.over, self.unit == "seconds")
@@ -118,7 +124,7 @@ class Heat:
 
 @dataclass(frozen=True, slots=True)
 class KilledByPressure:
-    """The process gets SIGKILL if tensors and held memory exceed this share of the machine's memory."""
+    """Sends SIGKILL to the process if tensors and held memory exceed this share of the machine's memory."""
 
     share: float = 1.0
 
@@ -129,13 +135,13 @@ class KilledByPressure:
 
 
 class Simulation:
-    """Running faults. Exiting the context or calling `end()` ends them."""
+    """Faults that were started together. Exiting the context or calling `end()` ends them."""
 
     def __init__(self, undo: list[Undo]) -> None:
         self._undo = undo
 
     def end(self) -> None:
-        """Remove the simulated faults. Later calls do nothing."""
+        """End the faults. Later calls do nothing."""
         while self._undo:
             self._undo.pop()()
         if self in _running:
@@ -150,7 +156,7 @@ class Simulation:
 
 _running: list[Simulation] = []
 _heats: list[Heat] = []
-# Values of nested simulations, oldest first. The newest value applies.
+# Values of the running simulations, oldest first. The newest value applies.
 _graph_bytes: dict[object, int] = {}
 _deadly_bytes: dict[object, int] = {}
 _simulated_states: dict[object, SystemState] = {}
@@ -160,8 +166,8 @@ _held_by_hand: list[HeldMemory] = [HeldMemory(0)]
 def simulate(*faults: SimulatedFault | SystemState) -> Simulation:
     """Start faults immediately and return the simulation.
 
-    Use the result in a `with` statement, call `end()`, or let the faults run until the process exits. A
-    `SystemState` simulates sensor readings: heat, memory pressure, power.
+    Use the result in a `with` statement, call its `end()`, or let the faults run until the process exits. A
+    `SystemState` simulates sensor readings, such as thermal state, memory pressure and power source.
     """
     native()
     simulation = Simulation([])
@@ -178,20 +184,20 @@ def simulate(*faults: SimulatedFault | SystemState) -> Simulation:
 
 
 def end_all() -> None:
-    """End every simulation, and release the memory that `hold_memory` holds."""
+    """End every simulation, and release the memory held by `hold_memory`."""
     for simulation in reversed(_running.copy()):
         simulation.end()
     hold_memory(0)
 
 
 def hold_memory(num_bytes: int) -> None:
-    """Hold GPU memory. Each call replaces the amount of the previous call."""
+    """Simulate GPU memory held outside of torch's allocator. Each call replaces the amount of the previous one."""
     native().hold_more(num_bytes - _held_by_hand[0].num_bytes)
     _held_by_hand[0] = HeldMemory(num_bytes)
 
 
 def system_state() -> SystemState | None:
-    """Return the simulated sensor readings, with only simulated fields set, or None if nothing is simulated."""
+    """Return the simulated sensor readings, with only the simulated fields set, or None if there are none."""
     if state.machine is None or not (_simulated_states or _heats):
         return None
     readings: dict[str, Any] = {"thermal": _thermal()} if _heats else {}
@@ -201,17 +207,20 @@ def system_state() -> SystemState | None:
 
 
 def reduces_over(size: int) -> When:
-    """Return a condition for products that sum over more than `size` terms (pytorch#177116: 32,768 on M1 and M2)."""
+    """Return a condition for matrix products that sum over more than `size` terms.
+
+    In pytorch#177116, the limit is 32,768 on M1 and M2.
+    """
     return lambda left, right, *_: max(left.shape[-1], right.shape[-1 if right.dim() == 1 else -2]) > size
 
 
 def has_strided_weight(_x: "torch.Tensor", weight: "torch.Tensor", *_bias: "torch.Tensor") -> bool:
-    """Return whether the weight is not contiguous (pytorch#192212 for convolutions)."""
+    """Return whether the weight is not contiguous. A condition for convolutions (pytorch#192212)."""
     return not weight.is_contiguous()
 
 
 def _push(into: dict[object, T], value: T, apply: Callable[[Any], object] = lambda _: None) -> Undo:
-    """Apply a value and return a function that removes it and applies the newest remaining value, or 0."""
+    """Apply a value. Return a function that removes it and applies the newest remaining value, or 0."""
     key = object()
     into[key] = value
     apply(value)
@@ -224,13 +233,13 @@ def _push(into: dict[object, T], value: T, apply: Callable[[Any], object] = lamb
 
 
 def _thermal() -> str:
-    """Return the thermal state. macOS reports "heavy" at full throttling."""
+    """Return the thermal state: "heavy" at the full slowdown, as macOS reports it, and "moderate" below that."""
     now, full = native().slowdown_now(), max(heat.slowdown for heat in _heats)
     return "nominal" if now <= 1 else "moderate" if now < full else "heavy"
 
 
 def _kernel(operator: str | None) -> str:
-    """Return the kernel name of an operator. None means all kernels, and returns an empty string."""
+    """Return the kernel name of an operator, or "" for None, which stands for all kernels."""
     if operator is None:
         return ""
     name = operator.removeprefix("aten::").partition(".")[0]

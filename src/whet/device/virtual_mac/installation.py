@@ -1,4 +1,4 @@
-"""Install a virtual Apple GPU in this process, and read its counters."""
+"""Install and remove a virtual Apple GPU in this process, and read its counters."""
 
 import atexit
 import itertools
@@ -19,7 +19,7 @@ from whet.machine.known import load_machine
 
 _OWN_KERNELS = frozenset(
     {
-        # Implemented in kernels.cpp and computing.cpp, or composed by torch independently of the device.
+        # Implemented in kernels.cpp and computing.cpp, or composed by torch from other operators on any device.
         "empty.memory_format", "empty_strided", "resize_", "set_", "set_.source_Tensor", "set_.source_Storage",
         "set_.source_Storage_storage_offset", "copy_", "_copy_from", "_copy_from_and_resize", "_local_scalar_dense",
         "zero_", "as_strided", "view", "_reshape_alias", "unfold", "view_as_real", "view_as_complex",
@@ -30,7 +30,7 @@ _OWN_KERNELS = frozenset(
 _COMPUTED = {"convolution", "convolution_backward", "bincount", "_weight_int4pack_mm"}
 _OWN_SPARSE_KERNELS = frozenset(
     {
-        # sparse.cpp
+        # Registered in sparse.cpp.
         "empty.memory_format", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors",
         "sparse_dim", "dense_dim", "_nnz", "is_coalesced", "_coalesced_", "_indices", "_values", "indices", "values",
     }
@@ -39,38 +39,40 @@ _OWN_SPARSE_KERNELS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FallbackStats:
-    """Cost of an operator that ran on the CPU because MPS has no kernel for it."""
+    """The cost of an operator that ran on the CPU because MPS has no kernel for it."""
 
     calls: int
     seconds: float
-    """Seconds on this computer, including copies. A Mac takes a different time."""
+    """Seconds on this computer, including copies. On a Mac, the time differs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stats:
-    """Counters of the virtual GPU since its installation or the last reset."""
+    """Counters of the virtual GPU since its installation or the last reset. Sizes are in bytes."""
 
     num_syncs: int
-    """Number of synchronizations: `.item()`, copies to the CPU, `synchronize()`."""
+    """Number of synchronizations, such as `.item()`, copies to the CPU and `synchronize()`."""
     num_kernels: int
     num_allocations: int
     allocated: int
-    """Bytes of live tensors."""
+    """Memory of live tensors."""
     peak: int
+    """Maximum of `allocated`."""
     reserved: int
-    """Bytes of the heaps that Metal would allocate."""
+    """Memory of the heaps that Metal would allocate."""
     graph_cache_entries: int
-    """Graphs that MPSGraph would cache until `empty_cache()`: one per combination of operator, shapes and dtypes."""
+    """Number of graphs that MPSGraph would cache until `empty_cache()`, one for each operator, shapes and dtypes."""
     graph_cache_bytes: int
-    """Host memory of these graphs, 55 KB each by default. torch has no counter for it."""
+    """Host memory of these graphs, by default 55 KB each. torch has no counter for it."""
     fallbacks: Mapping[str, FallbackStats]
-    """Operators that ran on the CPU because MPS has no kernel for them."""
+    """Operators that ran on the CPU because MPS has no kernel for them, by name."""
 
 
 def install(machine: str | Machine) -> Machine:
-    """Install a virtual Mac in this process, replacing an installed one, and return the simulated machine.
+    """Install a virtual Mac in this process, and return the simulated machine. It replaces an installed one.
 
-    Call this before any code queries torch for MPS, because torch caches the first result.
+    `machine` is a machine or the name of one. Call this before any code asks torch for MPS, because torch caches the
+    answer.
     """
     requested = machine if isinstance(machine, Machine) else load_machine(machine)
     gpu = _gpu_of(requested)
@@ -88,7 +90,7 @@ def install(machine: str | Machine) -> Machine:
 
 
 def uninstall() -> None:
-    """Remove the virtual Mac and its faults, so that torch reports no MPS. Tensors on the virtual GPU stay valid."""
+    """Remove the virtual Mac and its faults, so that torch reports no MPS. Tensors on the virtual GPU remain valid."""
     if state.native is None or state.undo is None:
         return
     faults.end_all()
@@ -98,7 +100,7 @@ def uninstall() -> None:
 
 
 def installed() -> Machine | None:
-    """Return the simulated machine, marked as virtual, or None if no virtual Mac is installed."""
+    """Return the simulated machine, with "(virtual)" in its name, or None if no virtual Mac is installed."""
     if state.machine is None:
         return None
     import torch
@@ -147,7 +149,7 @@ def _check_torch_build() -> None:
     for reason, applies in reasons.items():
         if applies:
             raise WhetError("a virtual Mac needs Linux", got=reason, try_="whet plan --machine, which needs no Mac")
-    # torch has one accelerator per process, and a real one may be in use already.
+    # torch supports only one kind of accelerator per process, and a real one may already be in use.
     for kind, hidden_by in (("cuda", "CUDA_VISIBLE_DEVICES="), ("xpu", "ZE_AFFINITY_MASK=")):
         num_devices = getattr(torch, kind).device_count()
         if num_devices:
@@ -159,7 +161,7 @@ def _check_torch_build() -> None:
 
 
 _EXIT_SECONDS = 0.3
-"""Delay at exit. torch's device thread may still be releasing a backward pass, and aborts if it is interrupted."""
+"""Delay at exit. torch's autograd thread may still be releasing a graph, and would abort if it were interrupted."""
 
 
 def _load() -> None:
@@ -176,7 +178,7 @@ def _load() -> None:
         operator.name
         for operator in with_kernel
         if operator.name not in _OWN_KERNELS
-        # Views need no kernel, because torch's implementation works on every device.
+        # View operators need no kernel, because torch's implementation works on every device.
         and not operator.is_view
         and any(has_kernel(f"aten::{operator.name}", key) for key in ("CPU", "CompositeExplicitAutograd"))
     ]
@@ -218,7 +220,7 @@ def _configure(native: Any, machine: Machine, gpu: Accelerator) -> None:
 
 
 def _patch_torch(native: Any, gpu: Accelerator) -> list[Callable[[], None]]:
-    """Patch attributes that a Linux build of torch fixes at compile time, and return functions that undo it."""
+    """Patch attributes that a Linux build of torch fixes at compile time. Return functions that undo the patches."""
     import torch
 
     name, cores = f"{gpu.name or 'Apple GPU'} (virtual)", gpu.num_cores or 0
@@ -243,7 +245,7 @@ def _patch_torch(native: Any, gpu: Accelerator) -> list[Callable[[], None]]:
 
 
 def _host_alias(native: Any, storage: Any) -> Any:
-    """Replace `torch.mps._host_alias_storage`: the same bytes as a storage of the CPU."""
+    """Return a CPU storage with the same memory as an MPS storage. Replaces `torch.mps._host_alias_storage`."""
     import torch
 
     if not isinstance(storage, torch.UntypedStorage):
@@ -268,7 +270,7 @@ def _restore_attribute(owner: Any, attribute: str) -> Callable[[], None]:
 
 
 def _storage_to_mps(storage: Any) -> Any:
-    """Replace `storage.mps()`, which torch.load uses for `map_location="mps"`."""
+    """Return a copy of a storage on MPS. Replaces `storage.mps()`, which torch.load uses for `map_location="mps"`."""
     import torch
 
     if storage.device.type == "mps":
@@ -279,13 +281,13 @@ def _storage_to_mps(storage: Any) -> Any:
 
 
 _NUM_POOLED = 32
-"""Streams besides the default one, which has number 0 (MPSStream.h)."""
+"""Number of streams besides the default stream, which has the id 0 (MPSStream.h)."""
 
 
 def _stream_patches() -> list[tuple[Any, str, Any]]:
-    """Return what to set in torch for its streams, as (owner, attribute, value).
+    """Return the patches for torch.mps streams, as (owner, attribute, value).
 
-    A torch without streams (before 2.15) needs nothing. A Linux build has the classes without an implementation.
+    Linux builds have the stream classes without an implementation. Before torch 2.15, there are no streams to patch.
     """
     import torch
 
@@ -296,7 +298,7 @@ def _stream_patches() -> list[tuple[Any, str, Any]]:
 
     def make(cls: type, *_args: object, stream_id: int | None = None, **_kwargs: object) -> Any:
         stream: Any = object.__new__(cls)
-        # Not an attribute of this name: torch's class has a property that reads it from its base.
+        # Do not set an attribute `stream_id`, because torch's class has a read-only property of this name.
         stream.__dict__["_number"] = next(pool) if stream_id is None else stream_id
         return stream
 

@@ -1,4 +1,4 @@
-"""Build, cache and load the native extension, and hold the state of the virtual Mac in this process."""
+"""Build, cache and load the C++ extension, and hold the state of the virtual Mac in this process."""
 
 import fcntl
 import hashlib
@@ -27,7 +27,7 @@ _INSTALL_HINT = "pip install 'whet[virtual-mac]' and a C++ compiler (Debian: apt
 
 
 def load_extension(torch_version: str) -> ModuleType:
-    """Load the extension. The first call for a torch version builds it, which takes half a minute."""
+    """Load the extension. If it is not in the cache, build it first, which takes half a minute."""
     library = _folder(torch_version) / f"{NAME}.so"
     if not library.exists():
         with _build_lock(library.parent):
@@ -45,7 +45,7 @@ def load_extension(torch_version: str) -> ModuleType:
 
 
 def _folder(torch_version: str) -> Path:
-    """Return the cache folder for this version of torch, Python and the sources."""
+    """Return the cache folder for this version of torch, of Python and of the C++ sources."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.iterdir(), Path(__file__).with_name("compile_native.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -55,7 +55,7 @@ def _folder(torch_version: str) -> Path:
 
 @contextmanager
 def _build_lock(folder: Path) -> Iterator[None]:
-    """Hold the build lock. The system releases the lock if the process dies."""
+    """Hold the lock for a build in `folder`. The operating system releases it if the process dies."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -66,10 +66,10 @@ def _build(library: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), env.read("PATH") or os.defpath])
     _check_build_tools(path)
     work = library.parent / "build"
-    # A process that died during a build may have left this folder.
+    # An interrupted build may have left this folder.
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    # -P: do not import modules from the folder of the script.
+    # -P keeps the folder of the script off sys.path.
     command = [sys.executable, "-P", str(Path(__file__).with_name("compile_native.py")), NAME, str(SOURCES), str(work)]
     try:
         done = subprocess.run(
@@ -88,7 +88,7 @@ def _build(library: Path) -> None:
         raise WhetError(
             "the virtual Mac could not be built", got=_first_error(done.stdout + done.stderr), try_=_INSTALL_HINT
         )
-    # Rename the complete file, so that no process loads a partial library.
+    # Rename the complete file, so that other processes never load a partial library.
     built.replace(library)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -109,7 +109,7 @@ def _check_build_tools(path: str) -> None:
 
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # Return the first error of the compiler, or else the last line of Python's traceback.
+    # Return the compiler's first error, or the last line of Python's traceback if there is none.
     errors = [line for line in lines if ": error: " in line or ": fatal error: " in line] or lines[-1:]
     return (errors or ["no output"])[0][:300]
 
@@ -119,17 +119,20 @@ class VirtualMacState:
     """The extension and the simulated machine of this process."""
 
     native: ModuleType | None = None
+    """The extension, which stays loaded after `uninstall`, or None if it is not loaded."""
     kernels: frozenset[str] = frozenset()
-    """Names of operators with a kernel on the virtual GPU, without overloads."""
+    """Names of operators that have a kernel on the virtual GPU, without overload names."""
     machine: Machine | None = None
+    """The simulated machine, or None if no virtual Mac is installed."""
     undo: list[Callable[[], None]] | None = None
+    """Functions that undo the patches of torch, or None if no virtual Mac is installed."""
 
 
 state = VirtualMacState()
 
 
 def native() -> Any:
-    """Return the loaded extension. Raises UsageError if no virtual Mac is installed."""
+    """Return the loaded extension. Raises UsageError if no virtual Mac has been installed in this process."""
     if state.native is None:
         raise UsageError("no virtual Mac is installed in this process", try_='virtual_mac.install("m2-air-8gb")')
     return state.native

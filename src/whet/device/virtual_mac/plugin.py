@@ -1,6 +1,6 @@
-"""Pytest plugin: `pytest --virtual-mac m2-air-8gb` runs the tests of any project on a simulated Mac.
+"""A pytest plugin that runs the tests of any project on a simulated Mac: `pytest --virtual-mac m2-air-8gb`.
 
-Without the option, the plugin loads nothing.
+Without the option, the plugin does nothing.
 """
 
 import atexit
@@ -51,9 +51,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def _answer_as(machine: "Machine") -> None:
-    """Make `platform.mac_ver()` and the program `sysctl` answer as `machine`, in this process and its children.
+    """Make `platform.mac_ver()` and the `sysctl` program report the facts of `machine`.
 
-    `sys.platform` stays "linux", because Python and torch really run there.
+    Child processes find this `sysctl` too. `sys.platform` stays "linux", because Python and torch really run on Linux.
     """
     from whet.base import env
 
@@ -68,7 +68,7 @@ def _answer_as(machine: "Machine") -> None:
 
 
 def _sysctl(machine: "Machine", real: str | None) -> str:
-    """Return a shell program with the known facts of this Mac, which runs the real sysctl for all others."""
+    """Return a shell script that prints the known facts of this Mac, and runs the real sysctl for all other names."""
     facts = {
         "hw.memsize": machine.memory_bytes,
         "hw.model": machine.model,

@@ -1,5 +1,5 @@
-// Every other operator that has an MPS kernel: computed by the CPU's kernel over the same bytes. One function for all of
-// them, through the dispatcher's boxed calls.
+// Kernels of all other operators that MPS supports. One boxed function serves all of them: it calls the CPU kernel on
+// the same memory.
 #include "virtual_mac.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -13,7 +13,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// Operators that take CPU tensors next to mps ones; the others take only numbers in a tensor of no dimensions.
+// Returns whether an operator accepts CPU tensors of any shape beside mps tensors. Other operators accept only
+// zero-dimensional ones.
 bool takes_cpu_tensors(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> names{
       "aten::index",        "aten::index_put",           "aten::index_put_",           "aten::_index_put_impl_",
@@ -23,7 +24,7 @@ bool takes_cpu_tensors(const c10::OperatorHandle& op) {
   return names.count(op.operator_name().name) > 0;
 }
 
-// Which CPU tensor stands for which mps tensor during one call.
+// Maps mps tensors to the CPU tensors that represent them during one call.
 class Stand {
  public:
   explicit Stand(bool takes_cpu_tensors) : takes_cpu_tensors_(takes_cpu_tensors) {}
@@ -47,7 +48,7 @@ class Stand {
       if (tensor.is_sparse()) {
         replace_sparse(tensor, alias);
       } else if (tensor.numel() == 0 && alias.sizes() != tensor.sizes()) {
-        // Strides may leave gaps, which need memory too: the solution of lstsq has them.
+        // Include gaps between strides in the size. For example, the solution of lstsq has gaps.
         const size_t bytes = at::detail::computeStorageNbytes(alias.sizes(), alias.strides(), alias.itemsize());
         tensor.resize_({static_cast<int64_t>(bytes / alias.itemsize())});
         tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
@@ -66,7 +67,7 @@ class Stand {
 
   const std::vector<at::Tensor>& inputs() const { return tensors_; }
 
-  // What the call wrote: new tensors and those it was given to write.
+  // Returns all tensors that the call wrote: new results and mutated arguments.
   std::vector<at::Tensor> results() const {
     std::vector<at::Tensor> all = results_;
     for (const size_t i : written_) all.push_back(tensors_[i]);
@@ -76,7 +77,7 @@ class Stand {
  private:
   static at::Tensor stand_in(const at::Tensor& tensor, bool is_written) {
     if (tensor.is_sparse()) return sparse_on_cpu(tensor);
-    // An empty tensor that is to be written must be able to grow, which an alias is not.
+    // An empty output must be resizable, and an alias is not.
     const bool may_grow = is_written && tensor.numel() == 0;
     return may_grow ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU)) : cpu_alias(tensor);
   }
@@ -93,7 +94,8 @@ bool is_generator(const c10::Argument& argument) {
   return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// For operators that draw but take no generator: the CPU's own one is lent the device's next draw and put back.
+// Seeds the default CPU generator from the next draw of the mps generator, and restores it at the end of the scope. For
+// operators that draw random numbers but take no generator.
 class LentDraw {
  public:
   explicit LentDraw(bool draws) : draws_(draws) {
@@ -141,10 +143,10 @@ c10::IValue result_on_mps(const c10::IValue& value, Stand& stand) {
   return list;
 }
 
-// Apple's kernels compute half precision where some of the CPU's do not: those are computed in float32 and rounded.
+// Computes in float32 and rounds the results, for operators that support half precision on MPS but not on the CPU.
 class Widened {
  public:
-  // Whether an error of the CPU means a missing kernel for half precision, such as "erfcx" not implemented for 'Half'.
+  // Returns whether an error means that the CPU has no half-precision kernel: "erfcx" not implemented for 'Half'.
   static bool helps(const c10::Error& error) {
     const std::string text = error.what_without_backtrace();
     return text.find("not implemented for 'Half'") != std::string::npos ||
@@ -160,7 +162,7 @@ class Widened {
     return list;
   }
 
-  // Also rounds into the tensors that the call has written.
+  // Rounds a result. If it is a mutated argument, it is rounded into the original tensor.
   c10::IValue out(const c10::IValue& value) {
     if (value.isTensor()) return narrow(value.toTensor());
     if (!value.isTensorList()) return value;
@@ -195,8 +197,8 @@ class Widened {
   std::vector<at::Tensor> narrow_, wide_;
 };
 
-// Metal adds floating-point numbers atomically, in an order that varies: refused as MPS does where
-// torch.use_deterministic_algorithms is on (Indexing.mm, ScatterGather.mm, Sort.mm).
+// Alerts like MPS if torch.use_deterministic_algorithms is enabled and the operator uses atomic additions, whose order
+// varies (Indexing.mm, ScatterGather.mm, Sort.mm).
 void refuse_varying_order(const c10::OperatorHandle& op, const Stack& stack, size_t first) {
   if (!at::globalContext().deterministicAlgorithms()) return;
   static const std::map<std::string, const char*> alerts{
@@ -267,7 +269,7 @@ void compute_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
 
 void register_kernels(const std::vector<std::string>& operators, bool is_sparse) {
   const auto key = is_sparse ? c10::DispatchKey::SparseMPS : c10::DispatchKey::MPS;
-  // Kernels stay registered as long as the process lives.
+  // Do not delete the library, so that the kernels stay registered until the process exits.
   auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   static const std::unordered_set<std::string> pools{"_adaptive_avg_pool2d", "adaptive_avg_pool2d.out"};
   for (const std::string& name : operators)

@@ -1,4 +1,4 @@
-// Kernels that compute otherwise than the CPU's of the same name: convolution, attention, counting, weights of 4 bits.
+// Kernels that differ from the CPU kernels of the same name: convolution, attention, bincount and 4-bit weights.
 #include "virtual_mac.h"
 
 #include <ATen/ATen.h>
@@ -11,7 +11,7 @@ namespace {
 
 using SymSizes = c10::SymIntArrayRef;
 
-// Convolution.mm: the layout of the input decides that of the result, and the sums do not depend on it.
+// In Convolution.mm, the result has the memory format of the input, and the sums do not depend on the format.
 at::Tensor plain(const at::Tensor& tensor) { return on_cpu(tensor).contiguous(); }
 at::Tensor to_mps_like(const at::Tensor& cpu_tensor, const at::Tensor& input) {
   return to_mps(cpu_tensor.defined() ? cpu_tensor.contiguous(input.suggest_memory_format()) : cpu_tensor);
@@ -47,7 +47,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {grads[0], grads[1], grads[2]};
 }
 
-// MPS trains through the plain formula, which keeps the whole attention matrix; so does this.
+// Uses the math backend, which stores the whole attention matrix, as MPS does for training.
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                      const std::optional<at::Tensor>& mask, double dropout, bool is_causal, std::optional<double> scale,
                      bool enable_gqa) {
@@ -59,7 +59,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
                                                             scale, enable_gqa));
 }
 
-// MPS adds weights in float32, where the CPU takes float64.
+// MPS sums weights in float32. The CPU uses float64.
 at::Tensor bincount(const at::Tensor& x, const std::optional<at::Tensor>& weights, int64_t min_length) {
   const bool has_weights = weights && weights->defined();
   std::vector<at::Tensor> inputs{x};
@@ -71,8 +71,8 @@ at::Tensor bincount(const at::Tensor& x, const std::optional<at::Tensor>& weight
   return y;
 }
 
-// Weights of 4 bits have no common kernel with the CPU. The order of the packed bytes is not Apple's: nothing but the
-// product reads them.
+// CPU and MPS have different kernels for 4-bit weights. The order of the packed bytes differs from that on a Mac, but
+// only int4_product reads them.
 at::Tensor pack_int4(const at::Tensor& weight, int64_t tiles) {
   const int64_t n = weight.size(0), k = weight.size(1) * 2;
   return weight.contiguous().view(at::kInt).view({n / 8, k / (tiles * 16), 32, tiles / 2});
@@ -84,7 +84,7 @@ at::Tensor int4_product(const at::Tensor& x, const at::Tensor& packed, int64_t g
   const int64_t n = packed.size(0) * 8, k = x.size(1);
   const at::Tensor bytes = cpu_alias(packed).contiguous().view(at::kByte).view({n, k / 2});
   const at::Tensor weight = at::stack({bytes.bitwise_right_shift(4), bytes.bitwise_and(15)}, -1).view({n, k / group, group});
-  // By groups along k: (k / group, n, 2) holds a scale and the value of 8.
+  // The scales (k / group, n, 2) hold the scale of each group along k, and the value that the integer 8 stands for.
   const at::Tensor by_group = cpu_alias(scales).to(at::kFloat).transpose(0, 1);
   const at::Tensor wide = (weight.to(at::kFloat) - 8) * by_group.select(2, 0).unsqueeze(2) + by_group.select(2, 1).unsqueeze(2);
   at::Tensor y = to_mps(at::mm(cpu_alias(x).to(at::kFloat), wide.view({n, k}).t()).to(x.scalar_type()));
@@ -92,7 +92,7 @@ at::Tensor int4_product(const at::Tensor& x, const at::Tensor& packed, int64_t g
   return y;
 }
 
-// One stream: memory is never given away before its last use.
+// Nothing to record: kernels run synchronously, so memory is never reused before its last use.
 void record_stream(at::Tensor&, c10::Stream) {}
 
 }  // namespace

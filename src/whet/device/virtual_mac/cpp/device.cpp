@@ -1,4 +1,4 @@
-// What torch asks of a device besides kernels: a generator, a guard, events, and the hooks behind torch.mps.
+// The parts of a device besides kernels: generator, device guard, events, and the hooks behind torch.mps.
 #include "virtual_mac.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -24,11 +24,11 @@ Counters& counters() {
 
 namespace {
 
-// A counter-based generator like MPS's own: the state is a seed and how many draws were made, in 44 bytes. The numbers
-// drawn are not Apple's: each draw seeds a CPU generator with the pair.
+// A counter-based generator, like that of MPS. Its state of 44 bytes holds the seed and the number of draws. The random
+// numbers differ from those on a Mac, because each draw seeds a CPU generator with this pair.
 class CountingGenerator final : public c10::GeneratorImpl {
  public:
-  static constexpr int64_t kStateBytes = 44;  // MPSGeneratorImpl.h: 7 words of Philox state, the seed, the offset
+  static constexpr int64_t kStateBytes = 44;  // 7 words of Philox state, the seed and the offset (MPSGeneratorImpl.h)
   static constexpr int64_t kSeedAt = 28, kOffsetAt = 36;
 
   explicit CountingGenerator(uint64_t seed) : c10::GeneratorImpl{mps_device(), kMpsKeys}, seed_(seed) {}
@@ -69,7 +69,7 @@ class CountingGenerator final : public c10::GeneratorImpl {
     return copy;
   }
 
-  // splitmix64 keeps neighbouring pairs apart.
+  // splitmix64 gives unrelated seeds for adjacent offsets.
   uint64_t seed_of_next() const {
     uint64_t mixed = seed_ + 0x9E3779B97F4A7C15ull * (offset_ + 1);
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -95,7 +95,7 @@ const at::Generator& the_default_generator() {
 
 c10::Stream the_stream() { return c10::Stream(c10::Stream::DEFAULT, mps_device()); }
 
-// One device, one stream, and everything is done when it was asked for.
+// There is one device with one stream, and all work is synchronous.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kMps; }
   c10::Device exchangeDevice(c10::Device) const override { return mps_device(); }
@@ -129,7 +129,7 @@ C10_REGISTER_GUARD_IMPL(MPS, Guard)
 
 }  // namespace
 
-// What torch.mps, torch.backends.mps and torch.accelerator call.
+// The hooks that torch.mps, torch.backends.mps and torch.accelerator call.
 struct Hooks final : at::MPSHooksInterface {
   void init() const override {}
   bool isBuilt() const override { return true; }
@@ -211,9 +211,9 @@ uint64_t seed_of_next_draw() {
 }
 
 namespace {
-// torch allows one kind of accelerator per build (DeviceAccelerator.cpp), and a build for CUDA, ROCm or XPU has made its
-// hooks when Python gets here. They hold no data (CUDAHooksInterface.cpp says so): with the functions of the interface
-// in place of their own, they answer as in a CPU build.
+// torch allows one kind of accelerator per build (DeviceAccelerator.cpp), and a build for CUDA, ROCm or XPU has already
+// created its hooks when this extension is loaded. The hooks hold no data (CUDAHooksInterface.cpp), so replacing their
+// vtable by that of the interface makes them behave as in a CPU build.
 template <class Interface>
 void hide(const Interface& hooks) {
   static const Interface of_cpu_build;

@@ -1,4 +1,4 @@
-// What MPS sends to the CPU, and what it refuses: operators without a kernel, and sizes that a kernel does not take.
+// Operators that MPS runs on the CPU or rejects, because they have no kernel or the kernel does not support the sizes.
 #include "virtual_mac.h"
 
 #include <ATen/native/CPUFallback.h>
@@ -26,7 +26,7 @@ void always_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   counted.seconds += seconds_since(start);
 }
 
-// The backend's last resort: an operator without a kernel. Text: MPSFallback.mm of torch 2.13.
+// The backend fallback, for operators without a kernel. The message is that of MPSFallback.mm in torch 2.13.
 void without_kernel(const c10::OperatorHandle& op, Stack* stack) {
   if (settings().native_operators.count(name_of(op)) > 0) return compute_on_cpu(op, stack);
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -41,7 +41,7 @@ void without_kernel(const c10::OperatorHandle& op, Stack* stack) {
 
 }  // namespace
 
-// AdaptivePooling.mm: sizes that do not divide have no kernel.
+// Rejects sizes of which neither divides the other, because AdaptivePooling.mm does not support them.
 void adaptive_pool(const c10::OperatorHandle& op, Stack* stack) {
   const size_t first = stack->size() - op.schema().arguments().size();
   const at::Tensor x = (*stack)[first].toTensor();
@@ -58,7 +58,7 @@ void adaptive_pool(const c10::OperatorHandle& op, Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, MPS, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&without_kernel>()); }
 
-// MPSFallback.mm of torch 2.13: on the CPU with or without PYTORCH_ENABLE_MPS_FALLBACK.
+// These run on the CPU with or without PYTORCH_ENABLE_MPS_FALLBACK (MPSFallback.mm in torch 2.13).
 TORCH_LIBRARY_IMPL(aten, MPS, m) {
   for (const char* name : {"embedding_renorm_", "linalg_svd", "linalg_svd.U"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&always_on_cpu>());

@@ -1,4 +1,4 @@
-// What can go wrong on request: wrong results, a GPU that fails without telling Python, and heat.
+// Simulated faults: wrong results, GPU failures that raise no error, growing driver memory, and heat.
 #include "virtual_mac.h"
 
 #include <ATen/ATen.h>
@@ -12,7 +12,7 @@
 namespace virtual_mac {
 namespace {
 
-// The results are off by a factor, if the operator and the condition fit.
+// Multiplies the results by a factor if the operator and the condition match.
 class Miscompute final : public Fault {
  public:
   Miscompute(std::string operator_name, double relative_error, Condition when)
@@ -31,7 +31,8 @@ class Miscompute final : public Fault {
   Condition when_;
 };
 
-// Metal writes to stderr. Up to torch 2.14, MPSStream.mm never looks at the status of a command buffer, and Python goes on.
+// The text that Metal writes to stderr. Before torch 2.15, MPSStream.mm does not check the status of a command buffer,
+// so Python continues.
 constexpr std::string_view kMetalError =
     "Error: command buffer exited with error status.\n"
     "\tThe Metal Performance Shaders operations encoded on it may not have completed.\n"
@@ -40,7 +41,7 @@ constexpr std::string_view kNoMemory = "Insufficient Memory (00000008:kIOGPUComm
 constexpr std::string_view kWatchdog =
     "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)";
 
-// Since torch 2.15, the first error waits for the next point at which something waits for the GPU.
+// Since torch 2.15, the first error is raised at the next synchronization.
 std::mutex pending_mutex;
 std::optional<std::string> pending_error;  // guarded by pending_mutex
 
@@ -51,7 +52,7 @@ void fill_with_garbage(const at::Tensor& result) {
   uint64_t drawn = 0x9E3779B97F4A7C15ull;
   for (size_t i = 0; i < garbage.nbytes(); ++i) {
     drawn = drawn * 6364136223846793005ull + 1442695040888963407ull;
-    // A bool must stay one: the CPU's kernels are allowed to trust it.
+    // A bool must be 0 or 1, because CPU kernels rely on it.
     bytes[i] = static_cast<uint8_t>(drawn >> 56) & (result.scalar_type() == at::kBool ? 1 : 0xFF);
   }
   cpu_alias(result).copy_(garbage);
@@ -90,7 +91,7 @@ class DriverGrowth final : public Fault {
 
 std::atomic<double> slowdown{1};
 
-// Each kernel takes longer in proportion to its own time.
+// Slows down each kernel in proportion to its time.
 class Heat final : public Fault {
  public:
   Heat(double full, double after, double over, bool in_seconds)
@@ -104,7 +105,7 @@ class Heat final : public Fault {
     slowdown = 1 + (full_ - 1) * warm;
     std::lock_guard<std::mutex> lock(mutex_);
     owed_ += (slowdown - 1) * took;
-    // A sleep is never as short as a small kernel: small debts are paid together.
+    // A sleep takes longer than a small kernel, so add up the delays of several kernels.
     if (owed_ < 1e-3) return;
     const auto slept_from = Clock::now();
     std::this_thread::sleep_for(std::chrono::duration<double>(owed_));
@@ -141,7 +142,7 @@ void wait_for_gpu() {
     failed.swap(pending_error);
   }
   if (!failed) return;
-  // Words: MPSStream.mm of torch 2.15.
+  // The message is that of MPSStream.mm in torch 2.15.
   const std::string text = "MPS command buffer execution failed: " + *failed +
                            ". This error may have been asynchronously reported, so the stack trace below might be incorrect.";
   if (*failed == kNoMemory) throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);

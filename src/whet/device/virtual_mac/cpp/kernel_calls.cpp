@@ -1,5 +1,4 @@
-// What is noted about each call of a kernel: how many there were, which compiled graphs MPSGraph would keep for them, and
-// which faults are simulated meanwhile.
+// Accounting for kernel calls: their number, the graphs that MPSGraph would cache for them, and the faults that apply.
 #include "virtual_mac.h"
 
 #include <unordered_map>
@@ -7,12 +6,13 @@
 namespace virtual_mac {
 namespace {
 
-// One graph per operator, shapes and dtypes, as MPS keeps them. About 55 KB each: pyg-team/pytorch_geometric#10689.
+// MPS caches one graph per combination of operator, shapes and dtypes, of about 55 KB
+// (pyg-team/pytorch_geometric#10689).
 constexpr int64_t kBytesPerGraph = 55'000;
 
 struct Graphs {
   std::mutex mutex;
-  std::unordered_map<size_t, std::string> held;  // the key's hash, and the memory that is really taken for it
+  std::unordered_map<size_t, std::string> held;  // by hash of the key, the memory that is really allocated
   int64_t bytes = 0;
   int64_t hold_per_graph = 0;
 };
@@ -40,12 +40,12 @@ void note_graph(const std::string& name, const std::vector<at::Tensor>& inputs) 
   const auto [entry, is_new] = graphs().held.try_emplace(key);
   if (!is_new) return;
   const int64_t held = graphs().hold_per_graph;
-  entry->second.assign(static_cast<size_t>(held), '\1');  // written, so that the system really gives the pages
+  entry->second.assign(static_cast<size_t>(held), '\1');  // write, so that the system allocates the pages
   graphs().bytes += held > 0 ? held : kBytesPerGraph;
 }
 
 struct Faults {
-  std::atomic<bool> any{false};  // looked at without the lock: most programs run without faults
+  std::atomic<bool> any{false};  // read without the lock, because most programs have no faults
   std::mutex mutex;
   std::map<int64_t, std::shared_ptr<Fault>> running;
   int64_t last = 0;
@@ -72,7 +72,7 @@ KernelCall::KernelCall(const std::string& full_name, const std::vector<at::Tenso
   note_graph(full_name, inputs);
 }
 
-// Without the lock: a fault may sleep, and may ask Python.
+// Does not hold the lock while faults run, because they may sleep or call Python.
 void KernelCall::done(const std::vector<at::Tensor>& results) const {
   for (const auto& fault : running_faults()) fault->after(*this, results);
 }

@@ -1,4 +1,4 @@
-// Kernels of the virtual device that are written out: making, copying and viewing tensors.
+// Kernels of the virtual device that create, copy and view tensors.
 #include "virtual_mac.h"
 
 #include <ATen/ATen.h>
@@ -51,7 +51,7 @@ namespace {
 
 using Sizes = at::IntArrayRef;
 
-// --- making ---------------------------------------------------------------------------------------------------------
+// --- creation ---------------------------------------------------------------------------------------------------------
 
 void check_num_dims(Sizes size) {
   TORCH_CHECK(size.size() <= 16, "MPS supports tensors with dimensions <= 16, but got ", size.size(), ".");
@@ -102,9 +102,9 @@ at::Tensor& set_to_nothing(at::Tensor& self) {
   return set_storage_at(self, c10::Storage(c10::Storage::use_byte_size_t(), 0, &allocator(), true), 0, {0}, {});
 }
 
-// --- copying --------------------------------------------------------------------------------------------------------
+// --- copies --------------------------------------------------------------------------------------------------------
 
-// Within the device, to it and from it; the last waits for the GPU on a Mac.
+// Copies within the device, to it or from it. A copy to the CPU waits for the GPU, as on a Mac.
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
   if (self.is_same(source) || source.numel() == 0) return self;
   if (self.device().is_cpu()) wait_for_gpu();
@@ -149,7 +149,7 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("_local_scalar_dense", &one_value);
   m.impl("zero_", &zero_);
 
-  // PyTorch's own functions: a view needs no kernel.
+  // Views use PyTorch's own functions, because they need no kernel.
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);

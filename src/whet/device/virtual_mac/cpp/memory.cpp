@@ -1,6 +1,6 @@
-// How much memory does the virtual GPU have, and when does it run out? A model of PyTorch's MPSHeapAllocator: sizes
-// rounded to pages, three pools of heaps (8 MiB, 32 MiB, 1 GiB), larger buffers on their own, and a hard limit at the
-// high watermark. Sources: MPSAllocator.h and MPSAllocator.mm of torch 2.13.
+// A model of PyTorch's MPSHeapAllocator. It rounds sizes up to pages, has three pools of heaps (8 MiB, 32 MiB, 1 GiB)
+// and separate heaps for larger buffers, and fails above the high watermark. Based on MPSAllocator.h and
+// MPSAllocator.mm in torch 2.13.
 #include "virtual_mac.h"
 
 #include <array>
@@ -117,7 +117,7 @@ class HostMemory final : public c10::DeviceAllocator {
  private:
   static void release(void* data);
 
-  // As on a Mac: the environment is read when the allocator is first used, and a wrong pair is refused then.
+  // As on a Mac, the environment is read when the allocator is first used. Invalid values are rejected then.
   void read_watermarks() {
     if (knows_watermarks_) return;
     const double high = ratio_from_environment("PYTORCH_MPS_HIGH_WATERMARK_RATIO", 1.7);
@@ -149,7 +149,7 @@ class HostMemory final : public c10::DeviceAllocator {
     return high_ == 0 ? SIZE_MAX : static_cast<size_t>(high_ * static_cast<double>(settings().recommended_bytes));
   }
 
-  // The real check counts the buffer and not the heap that it opens: a first small buffer may pass a small limit.
+  // MPS checks the size of the buffer, not of the heap that it allocates for it, so a heap may exceed the limit.
   bool is_over_limit(const Pool& pool, size_t size) const {
     return reserved() + held_by_others_ + (growth(pool, size) ? size : 0) > limit();
   }
@@ -158,7 +158,7 @@ class HostMemory final : public c10::DeviceAllocator {
     for (Pool& pool : pools_) pool.reserved = round_up(pool.used, pool.heap_bytes);
   }
 
-  // macOS asks nobody: a process that takes too much ends with signal 9.
+  // macOS kills a process that uses too much memory with SIGKILL.
   void kill_if_above() const {
     size_t used = held_by_others_;
     for (const Pool& pool : pools_) used += pool.used;
@@ -183,7 +183,7 @@ class HostMemory final : public c10::DeviceAllocator {
 };
 
 HostMemory& memory() {
-  static auto* one = new HostMemory();  // never destroyed: tensors may outlive static objects
+  static auto* one = new HostMemory();  // never destroyed, because tensors may outlive static objects
   return *one;
 }
 

@@ -1,4 +1,4 @@
-// The door for Python: what install() sets and what stats() reads.
+// The Python bindings.
 #include "virtual_mac.h"
 
 #include <torch/csrc/utils/pybind.h>
@@ -9,7 +9,7 @@ namespace {
 
 namespace py = pybind11;
 
-// A Python function as a condition. Kernels run in any thread, and without Python's lock.
+// Wraps a Python function as a condition. It acquires the GIL, because kernels run in any thread and without the GIL.
 Condition asks_python(py::object function) {
   if (function.is_none()) return nullptr;
   std::shared_ptr<py::object> held(new py::object(std::move(function)), [](py::object* last) {

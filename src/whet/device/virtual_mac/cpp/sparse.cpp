@@ -1,4 +1,4 @@
-// Sparse COO tensors: indices and values are ordinary mps tensors, and the work on them is done by the CPU's kernels.
+// Sparse COO tensors. Their indices and values are ordinary mps tensors, and CPU kernels do the work.
 #include "virtual_mac.h"
 
 #include <ATen/ATen.h>
@@ -35,7 +35,7 @@ void replace_sparse(const at::Tensor& tensor, const at::Tensor& cpu_tensor) {
 }
 
 TORCH_LIBRARY_IMPL(aten, SparseMPS, m) {
-  // PyTorch's own functions: what a sparse tensor is made of, without computing.
+  // PyTorch's own functions, which access the parts of a sparse tensor without computing anything.
   m.impl("empty.memory_format", &at::native::empty_sparse);
   m.impl("_sparse_coo_tensor_with_dims", &at::native::new_with_dims_sparse);
   m.impl("_sparse_coo_tensor_with_dims_and_tensors", &at::native::new_with_dims_and_tensor_sparse_symint);

@@ -1,9 +1,9 @@
-// A virtual Mac: PyTorch's `mps` device on a Linux CPU build, simulated over host memory. No Metal, no Apple GPU.
+// A virtual Mac: PyTorch's `mps` device on a Linux build, simulated in host memory without Metal or an Apple GPU.
 //
-// The Linux build of PyTorch has the MPS dispatch keys and the torch.mps bindings, but nothing behind them. These files
-// put something there: an allocator with Apple's limits (memory.cpp), generator, guard and hooks (device.cpp), kernels
-// that compute on the CPU over the same bytes (kernels.cpp, computing.cpp, boxed.cpp, sparse.cpp), what MPS sends to
-// the CPU or refuses (fallback.cpp), faults on request (kernel_calls.cpp, faults.cpp), and the door for Python
+// Linux builds of PyTorch have the MPS dispatch keys and the torch.mps bindings, but no implementation. These files
+// provide it: an allocator with Apple's limits (memory.cpp), the generator, guard and hooks (device.cpp), kernels that
+// compute on the CPU in the same memory (kernels.cpp, computing.cpp, boxed.cpp, sparse.cpp), operators that MPS runs on
+// the CPU or rejects (fallback.cpp), simulated faults (kernel_calls.cpp, faults.cpp), and the Python bindings
 // (module.cpp).
 #pragma once
 
@@ -30,7 +30,7 @@ inline constexpr c10::DeviceType kMps = c10::DeviceType::MPS;
 inline constexpr c10::DispatchKeySet kMpsKeys(c10::DispatchKey::MPS);
 inline c10::Device mps_device() { return c10::Device(kMps, 0); }
 
-// What is being simulated. Set by install(); read everywhere.
+// The properties of the simulated Mac, set by install().
 struct Settings {
   bool is_available = false;
   size_t recommended_bytes = 0;  // Metal's recommendedMaxWorkingSetSize
@@ -38,7 +38,7 @@ struct Settings {
   bool has_fallback = false;     // PYTORCH_ENABLE_MPS_FALLBACK
   unsigned macos_major = 15, macos_minor = 0;
   std::string torch_commit;
-  std::unordered_set<std::string> native_operators;  // "name.overload" with an MPS kernel in this torch
+  std::unordered_set<std::string> native_operators;  // "name.overload" of operators with an MPS kernel in this torch
 };
 Settings& settings();
 
@@ -47,7 +47,7 @@ inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// What happened.
+// The cost of an operator that ran on the CPU.
 struct Fallback {
   int64_t calls = 0;
   double seconds = 0;
@@ -65,29 +65,29 @@ struct MemoryNumbers {
 };
 c10::DeviceAllocator& allocator();
 MemoryNumbers memory_numbers();
-size_t driver_bytes();                      // heaps and what is held by others
-void reserve_more(size_t bytes);            // heaps that nothing uses, until the cache is emptied
-void hold_more(int64_t bytes);              // taken by others: more than before, or less
-void kill_above(size_t bytes);              // SIGKILL when more is taken; 0 is never
+size_t driver_bytes();                      // bytes of the heaps and of memory held outside of the allocator
+void reserve_more(size_t bytes);            // adds unused heaps, until the cache is emptied
+void hold_more(int64_t bytes);              // changes the memory held outside of the allocator by this amount
+void kill_above(size_t bytes);              // sends SIGKILL above this usage; 0 means never
 void set_high_watermark(double ratio);      // torch.mps.set_per_process_memory_fraction
 void forget_watermarks();                   // the next allocation reads the environment again
 void reset_peak();
 
 // device.cpp
-bool is_accelerator();  // whether torch takes the virtual device for its accelerator
+bool is_accelerator();  // whether torch regards the virtual device as its accelerator
 at::Generator default_generator();
-// A CPU generator for the next draw of an mps generator; the default one if none is given.
+// Returns a CPU generator for the next draw of an mps generator, or of the default mps generator if none is given.
 at::Generator next_draw(const std::optional<at::Generator>& of);
 uint64_t seed_of_next_draw();
 
 // kernels.cpp
 void check_dtype(at::ScalarType dtype);
-at::Tensor cpu_alias(const at::Tensor& tensor);    // the same bytes, as a CPU tensor
-at::Tensor on_cpu(const at::Tensor& tensor);       // cpu_alias of an mps tensor, anything else as it is
+at::Tensor cpu_alias(const at::Tensor& tensor);    // a CPU tensor with the same memory
+at::Tensor on_cpu(const at::Tensor& tensor);       // cpu_alias of an mps tensor, or any other tensor unchanged
 at::Tensor to_mps(const at::Tensor& cpu_tensor);   // a new mps tensor with these values and strides
 
 // sparse.cpp
-at::Tensor sparse_on_cpu(const at::Tensor& tensor);           // the same indices and values, as a CPU tensor
+at::Tensor sparse_on_cpu(const at::Tensor& tensor);           // a CPU tensor with the same indices and values
 at::Tensor sparse_to_mps(const at::Tensor& cpu_tensor);
 void replace_sparse(const at::Tensor& tensor, const at::Tensor& cpu_tensor);
 
@@ -99,7 +99,8 @@ void register_kernels(const std::vector<std::string>& operators, bool is_sparse)
 // fallback.cpp
 void adaptive_pool(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-// kernel_calls.cpp: one call of a kernel is made when it starts and done when it has its results.
+// kernel_calls.cpp
+// One call of a kernel. Construct it when the kernel starts, and call done() with the results.
 class KernelCall {
  public:
   KernelCall(const std::string& full_name, const std::vector<at::Tensor>& inputs);
@@ -116,9 +117,9 @@ struct GraphCache {
 };
 GraphCache graph_cache();
 void clear_graph_cache();
-void hold_per_graph(int64_t bytes);  // host memory that each new graph really takes
+void hold_per_graph(int64_t bytes);  // sets the host memory that is really allocated for each new graph
 
-// Something that goes wrong on request. It sees every kernel after its results are there, and may change them.
+// A simulated fault. It is called after every kernel, and may change the results.
 struct Fault {
   virtual ~Fault() = default;
   virtual void after(const KernelCall& call, const std::vector<at::Tensor>& results) = 0;
@@ -131,9 +132,9 @@ using Condition = std::function<bool(const std::vector<at::Tensor>& inputs)>;
 std::shared_ptr<Fault> miscompute(std::string operator_name, double relative_error, Condition when);
 std::shared_ptr<Fault> gpu_failure(std::string operator_name, int64_t after_kernels, int64_t times, bool is_watchdog,
                                    bool raises);
-std::shared_ptr<Fault> driver_growth(size_t bytes);  // by each kernel
-void wait_for_gpu();  // counts the wait, and raises what a failed kernel has left
+std::shared_ptr<Fault> driver_growth(size_t bytes);  // bytes per kernel
+void wait_for_gpu();  // counts a synchronization, and throws the pending error of a failed kernel
 std::shared_ptr<Fault> heat(double slowdown, double after, double over, bool in_seconds);
-double slowdown_now();  // how many times slower than at first; 1 without heat
+double slowdown_now();  // current slowdown factor, which is 1 without heat
 
 }  // namespace virtual_mac
