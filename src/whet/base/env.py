@@ -1,4 +1,7 @@
-"""Environment variables. Those of whet only locate files and programs; machine/environment.py reads those of torch."""
+"""Read and set environment variables.
+
+The variables of whet only locate files and programs. machine/environment.py reads those that configure torch.
+"""
 
 import os
 import sys
@@ -9,10 +12,10 @@ from pathlib import Path
 HOME_VARIABLE = "WHET_HOME"
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 BRIEF_SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
-"""How long OpenMP threads that wait spin before they sleep: turns of libgomp (GNU), milliseconds of libomp (LLVM).
+"""How long a waiting OpenMP thread spins before it sleeps: iterations for libgomp (GNU), ms for libomp (LLVM).
 
-By default they spin for 300,000 turns or 200 ms. On busy cores they take the time of the thread that they wait for
-(docs/choices/0022-threads-that-sleep.md).
+The defaults are 300,000 iterations and 200 ms. On busy cores, spinning threads take CPU time from the thread that they
+wait for (docs/choices/0022-threads-that-sleep.md).
 """
 _WAIT_POLICY = "OMP_WAIT_POLICY"
 _spins_long = False
@@ -33,16 +36,16 @@ def read(name: str) -> str | None:
 
 
 def malloc_variable() -> str | None:
-    """Return the variable with which the user has configured malloc of glibc, or None if there is none."""
+    """Return the name of the variable with which the user configures glibc's malloc, or None if none is set."""
     if "glibc.malloc." in (read("GLIBC_TUNABLES") or ""):
         return "GLIBC_TUNABLES"
     return next((name for name in _MALLOC_VARIABLES if read(name)), None)
 
 
 def set_brief_spin() -> None:
-    """Let the OpenMP threads of this process and its children spin briefly when they wait, unless the user has chosen.
+    """Make OpenMP threads spin only briefly while they wait, unless the user has configured this.
 
-    The libraries read the variables once, when torch is loaded.
+    The variables apply to this process and its children. OpenMP libraries read them once, when torch is loaded.
     """
     global _spins_long
     if wait_variable() is not None:
@@ -52,13 +55,13 @@ def set_brief_spin() -> None:
 
 
 def wait_variable() -> str | None:
-    """Return how the user has chosen that OpenMP threads wait, such as "GOMP_SPINCOUNT=0", or None if whet has."""
+    """Return the user's setting for waiting OpenMP threads, such as "GOMP_SPINCOUNT=0", or None if there is none."""
     chosen = {name: value for name in (_WAIT_POLICY, *BRIEF_SPIN) if (value := read(name)) is not None}
     return next((f"{name}={value}" for name, value in chosen.items() if value != BRIEF_SPIN.get(name)), None)
 
 
 def spins_long() -> bool:
-    """Return whether torch was loaded in this process before whet could set how long its threads spin."""
+    """Return whether torch was loaded in this process before whet could limit how long its threads spin."""
     return _spins_long
 
 
@@ -72,13 +75,16 @@ def brief_spin_export() -> str:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """Return a copy of this environment with `changes`, for a child process."""
+    """Return a copy of this process's environment with `changes`, for a child process."""
     return {**os.environ, **changes}
 
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Start Python without the current folder on its path while entered, where `python -P` cannot be passed."""
+    """Set PYTHONSAFEPATH in the body, so that child interpreters do not add the current folder to `sys.path`.
+
+    For children that cannot be started with `python -P`.
+    """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -95,17 +101,17 @@ def set_defaults(values: Mapping[str, str], *, defaults: Container[str] = ()) ->
 
     `defaults` are values that a library writes into the environment itself. They do not count as the user's choice.
     """
-    # Write to os.environ of this process, because the library reads its variables here, at import.
+    # Set os.environ of this process, because the library reads it when it is imported here.
     for name, value in values.items():
         if read(name) is None or read(name) in defaults:
             os.environ[name] = value
 
 
 def prepend_to_path(folder: Path) -> None:
-    """Let this process and its children find programs in `folder` first."""
+    """Prepend `folder` to PATH, so that this process and its children find programs there first."""
     os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH") or os.defpath])
 
 
 def c_locale_environment() -> dict[str, str]:
-    """Return an environment in which programs print English and a decimal point, so that their output can be parsed."""
+    """Return an environment in which programs print English text and decimal points that can be parsed."""
     return child_environment(LC_ALL="C", LANG="C", LANGUAGE="C")

@@ -1,11 +1,11 @@
 """Errors for users, in three lines: what went wrong, with which values, and what to try.
 
 WhetError                     something failed; exit code 1
-+-- UsageError                the command, a key or a file given to it is wrong; exit code 2
++-- UsageError                a command, key or file from the user is invalid; exit code 2
 |   +-- DataChangedError      the data differs from the data that the run started with
-+-- InsufficientMemoryError   the training does not fit, however the batch is split
++-- InsufficientMemoryError   training does not fit in memory, however the batch is split
 +-- DivergedError             the loss is NaN or Inf, and no fallback is left
-+-- LostRankError             another process of the training ended or hangs; exit code 75
++-- LostRankError             another rank ended or hangs; exit code 75
 """
 
 import difflib
@@ -50,7 +50,7 @@ class DataChangedError(UsageError):
 
 
 class InsufficientMemoryError(WhetError):
-    """No plan that needs less memory is left."""
+    """Training does not fit in memory, and no plan that needs less is left."""
 
 
 class DivergedError(WhetError):
@@ -58,7 +58,7 @@ class DivergedError(WhetError):
 
 
 class LostRankError(WhetError):
-    """Another rank of the training ended or hangs. A restart may help."""
+    """Another rank ended or hangs. A restart may help."""
 
     exit_code = 75
 
@@ -75,7 +75,9 @@ def closest_match(word: str, options: Iterable[str]) -> str | None:
 
 
 def nearest_names(word: str, options: Iterable[str], *, count: int = 3) -> list[str]:
-    """Return the options that resemble `word` most, by their full name or by its last part.
+    """Return the options most similar to the last dotted part of `word`, most similar first.
+
+    An option is compared by its full name and by its own last part.
 
     >>> nearest_names("accuracy", ["arch.vocab_size", "lr", "arch.accuracies", "seed"], count=1)
     ['arch.accuracies']

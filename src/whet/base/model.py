@@ -19,7 +19,7 @@ class FrozenModel(BaseModel):
 
     @classmethod
     def from_json(cls, data: object, *, where: str | Path) -> Self:
-        """Return the value from plain JSON types; `where` names the source in errors."""
+        """Return the value from plain JSON types. `where` names the source in errors."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -27,7 +27,7 @@ class FrozenModel(BaseModel):
 
 
 def to_usage_error(error: ValidationError, *, where: str, fields: Any) -> UsageError:
-    """Return the first validation error in three lines."""
+    """Convert the first validation error to a UsageError. `fields` are the known names, for suggestions."""
     # Report only the first error, because the rest often follow from it.
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "(the whole)"

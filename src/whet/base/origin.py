@@ -35,10 +35,10 @@ def code_origin(file: str) -> CodeOrigin:
 
 
 def failure_frames(error: BaseException) -> tuple[FrameSummary | None, FrameSummary | None]:
-    """Return the innermost line of the user's code that an exception passed, and the innermost line of all.
+    """Return the innermost frame of the user's code in a traceback, and the innermost frame of code that it called.
 
-    The second is a line of a library or of torch's modules, where the user's code called it with something wrong; None
-    if the user's own line raised. Torch's internal files are left out.
+    The second is in a library, a recipe or a public module of torch. It is None if the user's own line raised.
+    Internal files of torch are skipped.
     """
     own = inner = None
     for frame in extract_tb(error.__traceback__):
@@ -51,18 +51,18 @@ def failure_frames(error: BaseException) -> tuple[FrameSummary | None, FrameSumm
 
 
 def frame_name(frame: FrameSummary) -> str:
-    """Return a line as "file.py:12 in function()"."""
+    """Return the location of a frame as "file.py:12 in function()"."""
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}()"
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an exception with its innermost frames, and without the folders of this machine."""
+    """Format the innermost frames of an exception's traceback, with shortened paths and without whet's own frames."""
     summary = TracebackException.from_exception(error, limit=-_MAX_FRAMES, lookup_lines=True)
     todo: list[TracebackException | None] = [summary]
     while todo:
         if (one := todo.pop()) is not None:
             todo += [one.__cause__, one.__context__]
-            # whet's own frames do not help to find an error in other code.
+            # whet's own frames do not help to find an error in other code. Keep them if whet itself raised.
             if one.stack and code_origin(one.stack[-1].filename) != "whet":
                 one.stack = StackSummary.from_list([f for f in one.stack if code_origin(f.filename) != "whet"])
             for frame in one.stack:
@@ -71,7 +71,7 @@ def format_traceback(error: BaseException) -> str:
 
 
 def _short_file(file: str) -> str:
-    """Return the path of a file relative to its libraries, whet, the working folder or Python; else its name."""
+    """Return a path relative to site-packages, whet, the working folder or the standard library, else the file name."""
     path = Path(file)
     libraries = [folder for folder in path.parents if folder.name in _LIBRARY_FOLDERS]
     for root in (*libraries, _WHET_FOLDER.parent, Path.cwd(), Path(sysconfig.get_path("stdlib"))):
@@ -81,17 +81,17 @@ def _short_file(file: str) -> str:
 
 
 def _is_internal(file: str) -> bool:
-    """Return whether torch's path has a private part, such as torch/_ops.py or torch/utils/_python_dispatch.py."""
+    """Return whether a file of torch is private by its path, like torch/_ops.py or torch/utils/_python_dispatch.py."""
     path = Path(file)
     folders = [folder for folder in _torch_folders() if path.is_relative_to(folder)]
     return any(name.startswith("_") for folder in folders for name in path.relative_to(folder).parts)
 
 
 def calling_script() -> str | None:
-    """Return the user's code that called whet, as `path.py:function`, or `path.py` outside of a function.
+    """Return the location of the user's code that called whet, as `path.py:function` or `path.py`.
 
-    The function is the innermost one that can be called again by its name: at the top level of its file, without
-    required arguments. None in a notebook or an interactive session, where no file holds the code.
+    The function is the innermost one that can be called again by name: it is defined at the top level of its file and
+    has no required arguments. Return None in a notebook or an interactive session, where no file holds the code.
     """
     frame: FrameType | None = sys._getframe(1)
     script: str | None = None
@@ -101,7 +101,7 @@ def calling_script() -> str | None:
             return None
         if file.endswith(".py") and code_origin(file) == "you":
             path = str(Path(file).absolute())
-            # The outermost file is the script that was started.
+            # The last assignment keeps the outermost file, which is the script that was started.
             script = path
             if _is_callable_again(frame):
                 return f"{path}:{frame.f_code.co_name}"

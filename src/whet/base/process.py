@@ -20,7 +20,7 @@ class TerminatedError(SystemExit):
 
 
 def exit_code(number: int) -> int:
-    """Return the exit code that a shell expects of a process stopped by this signal.
+    """Return the exit code that shells report for a process that this signal ended.
 
     >>> exit_code(signal.SIGINT), exit_code(signal.SIGTERM)
     (130, 143)
@@ -29,7 +29,7 @@ def exit_code(number: int) -> int:
 
 
 def stop_immediately(number: int) -> NoReturn:
-    """Handle a second signal: stop without finishing the current work."""
+    """Raise the exception for a second signal, which stops without finishing the current work."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise TerminatedError(number)
@@ -37,7 +37,7 @@ def stop_immediately(number: int) -> NoReturn:
 
 @contextmanager
 def handle_signals(handler: SignalHandler, *numbers: int) -> Iterator[None]:
-    """Handle these signals in the body, and restore their handlers."""
+    """Handle these signals with `handler` in the body, and restore the previous handlers afterwards."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -60,11 +60,11 @@ def stop_message(number: int, *, when: str) -> str:
 
 
 class TimeLimitError(BaseException):
-    """Raised in code that exceeds its time limit. Not an Exception: libraries catch those and continue."""
+    """Raised in code that exceeds its time limit. Not a subclass of Exception, which libraries may catch and ignore."""
 
 
 _REPEAT_SECONDS = 2.0
-"""Interval of further alarms. Python drops an exception that is raised in a destructor or a callback of C code."""
+"""Interval of repeated alarms. One is not enough: Python drops exceptions raised in a destructor or a C callback."""
 
 
 def interrupt_obstacle() -> str | None:
@@ -78,7 +78,7 @@ def interrupt_obstacle() -> str | None:
 
 @contextmanager
 def interrupt_after(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError in the body after this time, wherever its Python code is. Check `interrupt_obstacle` first.
+    """Raise TimeLimitError in the body after `seconds`. Check `interrupt_obstacle` first.
 
     A call into C code is interrupted when it returns.
     """
@@ -96,7 +96,7 @@ def interrupt_after(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable the garbage collector: a full collection of a large process takes longer than a training step.
+    """Disable the garbage collector in the body: a full collection of a large process is slower than a training step.
 
     Existing objects are frozen, so that collections between epochs visit only new objects.
     """
@@ -107,7 +107,7 @@ def gc_disabled() -> Iterator[None]:
     try:
         yield
     finally:
-        # Unfreezing is not undone one by one: a measurement inside a training run must keep its objects frozen.
+        # gc.unfreeze() unfreezes all objects, so a measurement within a training run leaves it to the outer block.
         if not was_frozen:
             gc.unfreeze()
         if was_enabled:

@@ -1,4 +1,4 @@
-"""Confidence intervals of means by Student's t, in pure Python."""
+"""Confidence intervals of means from Student's t distribution, in pure Python."""
 
 import math
 from collections.abc import Sequence

@@ -47,7 +47,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Format a count; millions and billions are shortened.
+    """Format a count. Millions and billions are abbreviated.
 
     >>> format_count(109_482_240), format_count(7320)
     ('109.5 M', '7,320')
@@ -59,7 +59,7 @@ def format_count(count: float) -> str:
 
 
 def format_plural(count: int, noun: str) -> str:
-    """Format a count with its noun.
+    """Format a count with its noun, in the plural unless the count is 1.
 
     >>> format_plural(1, "row"), format_plural(1200, "row")
     ('1 row', '1,200 rows')
@@ -77,7 +77,7 @@ def format_percent(share: float, digits: int = 0) -> str:
 
 
 def format_list(items: Sequence[str], *, most: int = 3, separator: str = ", ") -> str:
-    """Join the first items, and count the others.
+    """Join the first `most` items, and add the number of the others.
 
     >>> format_list(["0.weight", "0.bias", "1.weight", "1.bias"])
     '0.weight, 0.bias, 1.weight and 1 more'

@@ -3,14 +3,14 @@
     with JsonWorker("package.module:function", {"device": "cpu"}) as worker:
         reply = worker.request({"step": 3}, timeout=30.0)
 
-The function runs in the child as `function(channel, arguments)` and returns the exit code. A crash, a hang or an excess
-of memory in the child is an exception in the parent, and the child ends when its parent does.
+The function runs in the child as `function(channel, arguments)` and returns the exit code. If the child crashes, hangs
+or exceeds its memory limit, the parent gets an exception. The child ends when its parent does.
 
-No file in the current folder or on PYTHONPATH can shadow the standard library or an installed package: the child
-appends the parent's `sys.path` entries to its own.
+No file in the current folder or on PYTHONPATH can shadow the standard library or an installed package, because the
+child appends the parent's `sys.path` entries to its own.
 
-A `payload` of bytes travels beside the messages, through a third pipe that a thread of the parent fills. The child
-reads it as `channel.payload`, so its size is not limited by the buffer of a pipe.
+A `payload` of bytes is sent through a third pipe, which the child reads as `channel.payload`. A thread of the parent
+fills the pipe, so the payload may be larger than its buffer.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _MEMORY_CHECK_SECONDS = 0.02
 _DRAIN_SECONDS = 1.0
 # Read only the end of stderr, which contains the last line of a traceback.
 _STDERR_TAIL_BYTES = 10_000
-# These variables are removed while the interpreter starts, and set again for the processes that the child starts.
+# This variable is removed while the interpreter starts, and set again for the processes that the child starts.
 # `python -I` would do the same, but it would also ignore PYTHONHASHSEED, which `whet prove` varies on purpose.
 _PATH_VARIABLE = "PYTHONPATH"
 
@@ -57,9 +57,9 @@ class WorkerExitError(Exception):
 class JsonWorker:
     """Starts `target` ("module:function") in a child process. A context manager that leaves no process behind.
 
-    `log` receives stdout and stderr; without it they go to a temporary file (`read_stderr`, `describe_exit`).
-    `max_bytes` is the resident memory at which the process is killed. `is_threaded=False` keeps the child
-    single-threaded, so that it can fork; it then notices the end of its parent only between messages. `payload` are
+    `log` receives stdout and stderr. By default they go to a temporary file (`read_stderr`, `describe_exit`).
+    `max_bytes` is the resident memory above which the process is killed. `is_threaded=False` keeps the child
+    single-threaded, so that it can fork. It then notices the end of its parent only between messages. `payload` yields
     chunks of bytes for the child to read.
     """
 
@@ -94,7 +94,7 @@ class JsonWorker:
                 stderr=self._stderr,
                 env=_without_path(environment),
                 pass_fds=for_child,
-                # Start a new process group: Ctrl-C in the terminal does not reach it, and it can be killed as a whole.
+                # Start a new process group, so that Ctrl-C does not reach it and all its processes can be killed.
                 process_group=0,
             )
         except OSError:
@@ -134,7 +134,7 @@ class JsonWorker:
                 line = line[os.write(self._requests, line) :]
 
     def receive(self, timeout: float) -> Message:
-        """Return the next message. Raises WorkerTimeoutError or WorkerExitError."""
+        """Return the next message. Raise WorkerTimeoutError after `timeout` seconds, or WorkerExitError."""
         deadline = time.monotonic() + timeout
         while True:
             # A child of the process may keep the pipe open after the process ends, so poll its state as well.
@@ -155,7 +155,7 @@ class JsonWorker:
                 self.on_tick()
 
     def request(self, message: Mapping[str, Any], *, timeout: float) -> Message:
-        """Send a message and return the response. Raises WorkerTimeoutError or WorkerExitError."""
+        """Send a message and return the response. Raise WorkerTimeoutError or WorkerExitError like `receive`."""
         self.send(message)
         return self.receive(timeout)
 
@@ -168,7 +168,7 @@ class JsonWorker:
         kill_group(self.pid)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Return the exit code (minus the signal that killed it), or None after `timeout` seconds."""
+        """Return the exit code (negative signal number if killed), or None if it still runs after `timeout` seconds."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -191,7 +191,7 @@ class JsonWorker:
         return text
 
     def describe_exit(self) -> str:
-        """Return how the process ended, and the last line that it wrote to stderr."""
+        """Describe how the process ended, with the last line that it wrote to stderr."""
         code = self.wait(2.0)
         if code is None:
             return "it still runs"
@@ -235,7 +235,7 @@ class WorkerChannel:
             line = line[os.write(self._responses, line) :]
 
     def receive(self) -> Message:
-        """Wait for the next message. Raises EOFError in a single-threaded child whose parent has ended."""
+        """Wait for the next message. Raise EOFError in a single-threaded child whose parent has ended."""
         line = self._requests.readline() if self._lines is None else self._lines.get()
         if not line:
             raise EOFError
@@ -248,12 +248,12 @@ class WorkerChannel:
                 yield self.receive()
 
     def has_parent(self) -> bool:
-        """Return whether the parent still waits for a response; for single-threaded children."""
+        """Return whether the parent still waits for a response. Only for single-threaded children."""
         # The parent sends nothing while it waits, so a readable pipe means that the parent closed it.
         return not select.select([self._requests], [], [], 0.0)[0]
 
     def close(self) -> None:
-        """Close both pipes, in a fork of the child."""
+        """Close both pipes. For forks of the child, which must not use them."""
         self._requests.close()
         os.close(self._responses)
 
@@ -292,7 +292,7 @@ def main(requests: int, responses: int) -> None:
 
 
 def exit_now(code: int) -> None:
-    """End this process without cleanup, which a failed driver or a reading thread could block."""
+    """End this process without cleanup, because a failed driver or a reading thread could block it."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -306,7 +306,7 @@ def load_object(target: str) -> Any:
 
 
 def describe_exit_code(code: int) -> str:
-    """Return an exit code in words.
+    """Describe an exit code.
 
     >>> describe_exit_code(3), describe_exit_code(-9)
     ('exit code 3', 'killed by SIGKILL')
@@ -353,7 +353,7 @@ def _read_messages(descriptor: int, messages: "queue.SimpleQueue[Message | None]
 
 
 def _write_payload(descriptor: int, payload: Iterable[bytes]) -> None:
-    # A child that has died closes the pipe. `receive` reports that.
+    # Writing fails if the child has ended, which `receive` reports.
     with contextlib.suppress(BrokenPipeError), os.fdopen(descriptor, "wb", buffering=0) as stream:
         for chunk in payload:
             left = memoryview(chunk)
@@ -362,11 +362,11 @@ def _write_payload(descriptor: int, payload: Iterable[bytes]) -> None:
 
 
 def error_to_json(error: WhetError) -> Message:
-    """Return an error for the parent, which raises it again with `error_from_json`."""
+    """Convert an error to JSON for the parent, which restores it with `error_from_json`."""
     return {"what": error.what, "got": error.got, "try_": error.try_, "is_usage": isinstance(error, UsageError)}
 
 
 def error_from_json(fields: Mapping[str, Any]) -> WhetError:
-    """Return the error that a child has reported."""
+    """Restore an error from `error_to_json`. Other subclasses become WhetError or UsageError."""
     kind = UsageError if fields["is_usage"] else WhetError
     return kind(fields["what"], got=fields["got"], try_=fields["try_"])

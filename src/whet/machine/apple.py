@@ -1,4 +1,4 @@
-"""Facts about a Mac, read from the output of macOS programs without root.
+"""Facts about a Mac, parsed from the output of macOS programs that run without root.
 
 Output may be truncated, localized or from another program, so a parser returns None for anything it cannot recognize.
 The formats come from manual pages and public threads (tests/support/machine_samples/README.md); no Mac was available.
@@ -54,7 +54,8 @@ class CoreClusters(NamedTuple):
 def core_clusters(sysctl: dict[str, str]) -> CoreClusters:
     """Return the number of cores at level 0, the fastest, and at all other levels together.
 
-    The second number is unknown if one level is missing."""
+    The second number is None if a level is missing.
+    """
     levels = positive_number(sysctl.get("hw.nperflevels"))
     fast = positive_number(sysctl.get("hw.perflevel0.physicalcpu"))
     if levels is None:
@@ -71,12 +72,12 @@ def parse_flag(sysctl: dict[str, str], name: str) -> bool | None:
 
 
 def memory_pressure_level(level: int | None) -> PressureLevel | None:
-    """Return the memory pressure for the kernel's number."""
+    """Return the name of a memory pressure level of the kernel."""
     return _PRESSURE_LEVELS.get(level)
 
 
 def parse_wired_limit(sysctl: dict[str, str]) -> int | None:
-    """Parse the GPU memory limit set by the user, in bytes. 0 means the system default and becomes None."""
+    """Parse the GPU memory limit set by the user, in bytes. Return None for 0, the system default."""
     megabytes = positive_number(sysctl.get("iogpu.wired_limit_mb"))
     return megabytes * 1024**2 if megabytes else None
 
@@ -128,7 +129,7 @@ def parse_hardware(text: str | None) -> MacHardware:
 
 
 def parse_power_source(text: str | None) -> Literal["mains", "battery"] | None:
-    """Parse the first line of `pmset -g batt`: "Now drawing from 'AC Power'"; older: "Currently drawing from"."""
+    """Parse the first line of `pmset -g batt`: "Now drawing from 'AC Power'", formerly "Currently drawing from"."""
     for line in complete_lines(text):
         match = re.search(r"drawing from '(AC|Battery|UPS) Power'", line)
         if match:
@@ -147,7 +148,7 @@ def parse_low_power(text: str | None) -> bool | None:
 
 
 def parse_sw_vers(text: str | None) -> str | None:
-    """Parse the version of macOS in `sw_vers`, "15.1"."""
+    """Parse the version of macOS in `sw_vers`, such as "15.1"."""
     for line in complete_lines(text):
         match = re.fullmatch(r"ProductVersion:\s+(\d{1,3}(?:\.\d{1,4}){0,3})\s*", line, re.ASCII)
         if match:
@@ -175,7 +176,7 @@ def major_version(version: str | None) -> int | None:
 
 
 def oldest_macos(torch: TorchFacts) -> int:
-    """Return the oldest macOS with MPS in this torch, as its macOS wheel says; for an unknown version, macOS 14.
+    """Return the oldest macOS on which this torch supports MPS, from the tag of its wheel; 14 for an unknown version.
 
     >>> oldest_macos(TorchFacts(version="2.14.1")), oldest_macos(TorchFacts(version="2.15.0"))
     (14, 15)
@@ -184,7 +185,7 @@ def oldest_macos(torch: TorchFacts) -> int:
 
 
 def old_macos(system: OperatingSystem, torch: TorchFacts) -> MissingDevice | None:
-    """Return why this torch has no MPS on this macOS, or None if it has, or if the version of macOS is unknown."""
+    """Return why this torch has no MPS on this macOS, or None if it has MPS or the version of macOS is unknown."""
     major, oldest = major_version(system.version), oldest_macos(torch)
     if major is None or major >= oldest:
         return None
@@ -254,7 +255,7 @@ def read_mac(*, run: ProgramRunner = run_program) -> MacReadings:
 def thermal_pressure(*, libc: Any = None) -> int | None:
     """Return the thermal pressure of macOS, 0 to 4, from notify(3), or None if it cannot be read.
 
-    The key is in the private header OSThermalNotification.h; reading it needs no root.
+    The key is in the private header OSThermalNotification.h. Reading it needs no root.
     """
     if libc is None:
         if sys.platform != "darwin":
@@ -275,8 +276,8 @@ def thermal_pressure(*, libc: Any = None) -> int | None:
 
 
 def memory_pressure(*, libc: Any = None) -> int | None:
-    """Return the memory pressure level of the kernel (1, 2 or 4) without starting a process; None if not on macOS."""
-    # A buffer of 8 bytes holds an int or a long, because macOS is always little-endian.
+    """Return the kernel's memory pressure level (1, 2 or 4) without starting a process, or None if not on macOS."""
+    # The value may be an int or a long. Either fits into 8 bytes, which are read as little-endian like all of macOS.
     raw = _sysctl(b"kern.memorystatus_vm_pressure_level", 8, libc=libc)
     return None if raw is None else int.from_bytes(raw, "little")
 
@@ -312,7 +313,7 @@ def has_apple_silicon(answers: MacReadings) -> bool | None:
 
 
 def mac_machine(answers: MacReadings, *, architecture: str | None) -> Machine:
-    """Return the Mac without its accelerator and torch. `architecture` is this Python's."""
+    """Return the facts about the Mac, without its accelerator and torch. `architecture` is that of this Python."""
     sysctl, hardware = answers.sysctl, answers.hardware
     clusters = core_clusters(sysctl)
     # Under Rosetta brand_string names a virtual processor, so system_profiler takes precedence.

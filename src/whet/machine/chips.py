@@ -18,14 +18,16 @@ class Chip(NamedTuple):
     name: str
     generation: ChipGeneration
     cpu: tuple[tuple[int, int], ...]
-    """Numbers of (fast, slow) cores."""
+    """Numbers of (fast, slow) cores, one pair per variant."""
     gpu_cores: tuple[int, ...]
     bandwidth: tuple[int, ...]
     """Bandwidth of the shared memory, in GB/s."""
     max_memory_gb: int
     fp32_tflops: tuple[float, float]
-    """GPU cores x 128 ALUs x 2 operations x clock, for the most cores, with the lowest and the highest clock in the
-    sources. Apple publishes no clock."""
+    """Range of the peak of the variant with the most GPU cores: GPU cores x 128 ALUs x 2 operations x clock.
+
+    Apple publishes no clock, so the range is from the lowest to the highest clock in the sources.
+    """
 
     @property
     def gpu_family(self) -> str | None:
@@ -35,7 +37,8 @@ class Chip(NamedTuple):
 _SPECS = "Apple's technical specifications of the Macs with this chip (support.apple.com)"
 _M5_SPECS = "Apple's announcement of 2026-03-03 as reported by macrumors.com and gadgets360.com"
 # Sources of the clocks: philipturner/applegpuinfo#2, #4, #6, #10, #11 and huggingface/huggingface.js#1044.
-# M1 1.278 GHz (from Pro on 1.296), M2 1.398, M3 1.38 to 1.6, M4 1.66 to 1.8; estimated: M5 1.6 to 1.95, A18 1.5.
+# M1 1.278 GHz (M1 Pro, Max and Ultra 1.296), M2 1.398, M3 1.38 to 1.6, M4 1.66 to 1.8. Estimated: M5 1.6 to 1.95,
+# A18 1.5.
 M1 = ChipGeneration("apple7", _SPECS)
 M2 = ChipGeneration("apple8", _SPECS)
 M3 = ChipGeneration("apple9", _SPECS)
@@ -62,9 +65,9 @@ CHIPS: tuple[Chip, ...] = (
     Chip("Apple M5", M5, ((4, 6),), (8, 10), (153,), 32, (4.2, 5.0)),
     # Fast cores are "super", slow ones "performance" (pytorch/cpuinfo#424); there are no efficiency cores.
     Chip("Apple M5 Pro", M5, ((5, 10), (6, 12)), (16, 20), (307,), 64, (8.0, 9.0)),
-    # The 460 GB/s of the 32-core GPU are less certain than the rest.
+    # The bandwidth with the 32-core GPU, 460 GB/s, is less certain than the other numbers.
     Chip("Apple M5 Max", M5, ((6, 12),), (32, 40), (460, 614), 128, (17.0, 18.0)),
-    # The MacBook Neo's.
+    # The chip of the MacBook Neo.
     Chip("Apple A18 Pro", A18, ((2, 4),), (5,), (60,), 8, (1.9, 1.9)),
 )
 
@@ -72,7 +75,7 @@ _BY_NAME = {chip.name.casefold(): chip for chip in CHIPS}
 
 
 def find_chip(name: str | None) -> Chip | None:
-    """Return the chip of that name, or None if it is not in the table.
+    """Return the chip with this name, or None if it is not in the table.
 
     >>> find_chip("Apple M2 Max").bandwidth
     (400,)

@@ -1,4 +1,4 @@
-"""Macs composed from the table of chips: by name, from a chip and its memory, and the known one nearest to a Mac."""
+"""Compose Macs from the table of chips, and find the known Mac that is nearest to a real one."""
 
 import math
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from whet.machine.facts import Accelerator, CpuFacts, Machine, MissingDevice, Op
 ASSUMED_TORCH = "2.15.0"
 ASSUMED_MACOS = "15.6"
 
-# Metal's recommended working set: two thirds of 8 and 16 GB, three quarters of 64 GB; newer macOS gives more.
+# Metal's recommended working set is two thirds of 8 or 16 GB, and three quarters of 64 GB. Newer macOS allows more.
 _SMALL_MEMORY_GB = 36
 _SMALL_SHARE, _LARGE_SHARE = 2 / 3, 3 / 4
 _OPTIONS = ("memory", "torch", "macos")
@@ -24,7 +24,7 @@ _NO_CUDA = MissingDevice(
 
 
 class MacModel(NamedTuple):
-    """A Mac that is sold with one configuration of a chip and several sizes of memory."""
+    """A Mac with one configuration of a chip, sold with several sizes of memory."""
 
     name: str
     chip: str
@@ -35,7 +35,7 @@ class MacModel(NamedTuple):
     gpu_cores: int
 
 
-# Configurations that Apple's technical specifications list.
+# Configurations from Apple's technical specifications.
 MACS: tuple[MacModel, ...] = (
     MacModel("m1-mini", "Apple M1", "Mac mini (M1, 2020)", (8, 16), (4, 4), 8),
     MacModel("m1-pro", "Apple M1 Pro", "MacBook Pro (14-inch, 2021)", (16, 32), (8, 2), 16),
@@ -53,17 +53,17 @@ MACS: tuple[MacModel, ...] = (
 
 
 def mac_names() -> tuple[str, ...]:
-    """Return the names of the composed Macs: a chip or model with its memory, such as "m1-mini-8gb"."""
+    """Return the names of the composed Macs: a chip or model and its memory, such as "m1-mini-8gb"."""
     return tuple(f"{mac.name}-{memory}gb" for mac in MACS for memory in mac.memory_gb)
 
 
 def is_chip_name(name: str) -> bool:
-    """Return whether the name is a chip, written like "m4-pro"."""
+    """Return whether `name` is the name of a chip, written like "m4-pro"."""
     return _chip(name) is not None
 
 
 def named_mac(name: str, options: list[str]) -> Machine:
-    """Return the composed Mac of that name, or one from a chip and the option memory."""
+    """Return the composed Mac with this name, or compose one from the name of a chip and the option `memory`."""
     for mac in MACS:
         for memory in mac.memory_gb:
             if name == f"{mac.name}-{memory}gb":
@@ -83,7 +83,7 @@ def named_mac(name: str, options: list[str]) -> Machine:
 
 
 def change_machine(machine: Machine, options: list[str]) -> Machine:
-    """Return the machine with another torch, macOS or memory: "torch=2.15", "macos=14.6", "memory=16"."""
+    """Return the machine with a different torch, macOS or memory, such as "torch=2.15", "macos=14.6" or "memory=16"."""
     for key, value in _parse_options(options).items():
         if key == "torch":
             machine = machine.model_copy(update={"torch": machine.torch.model_copy(update={"version": value})})
@@ -111,7 +111,7 @@ def compose_mac(
     cpu: tuple[int, int] | None = None,
     gpu_cores: int | None = None,
 ) -> Machine:
-    """Return a Mac with this chip and memory; by default with the most cores that the chip is sold with."""
+    """Return a Mac with this chip and memory. By default, it has the most cores that the chip is sold with."""
     fast, slow = cpu or chip.cpu[-1]
     memory = memory_gb * GB
     has_bf16 = chip.generation.gpu_family not in ("apple7", None)
@@ -156,10 +156,10 @@ def compose_mac(
 
 
 def nearest_machine(machine: Machine, known: list[Machine]) -> tuple[Machine, str] | None:
-    """Return the known Mac nearest to a real one, and how they differ, or None if the machine is no Mac.
+    """Return the known Mac nearest to a machine, and how they differ, or None if it is not an Apple silicon Mac.
 
-    The chip counts most, because it decides bandwidth, throughput and known faults; then memory, then GPU cores. A chip
-    that is not in the table is compared by its GPU cores.
+    A Mac with the same chip is nearest, because the chip determines bandwidth, throughput and known bugs. Otherwise
+    memory counts more than GPU cores, except for a chip that is not in the table.
     """
     macs = [mac for mac in known if mac.accelerator("mps") is not None]
     if not (machine.chip or "").startswith("Apple ") or not macs:

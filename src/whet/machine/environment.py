@@ -8,12 +8,12 @@ MPS_HIGH_WATERMARK = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
 MPS_LOW_WATERMARK = "PYTORCH_MPS_LOW_WATERMARK_RATIO"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 DISABLE_COMPILE = "DISABLE_COMPILE"
-"""A variable of training scripts. torch does not read it, so whet does."""
+"""A variable that some training scripts use. torch does not read it, so whet does."""
 _COMPILE_DISABLED = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", DISABLE_COMPILE)
 
 
 def read_environment(*, is_deterministic: bool | None = None) -> EnvironmentFacts:
-    """Return what the environment fixes. `is_deterministic` is the flag of torch, where torch is loaded."""
+    """Return what the environment fixes. `is_deterministic` is torch's flag, or None if torch is not loaded."""
     threads = next(((name, number) for name in _THREADS if (number := _count(env.read(name)))), (None, None))
     fallback = env.read(MPS_FALLBACK)
     return EnvironmentFacts(
@@ -38,7 +38,7 @@ def _count(text: str | None) -> int | None:
 
 
 def _ratio(text: str | None) -> float | None:
-    """Return a watermark, or None if it is not a number from 0 to 2: the device refuses it when it is opened."""
+    """Parse a watermark. Return None if it is not a number from 0 to 2, which torch rejects when MPS is initialized."""
     try:
         ratio = float(text or "")
     except ValueError:

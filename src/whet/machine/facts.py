@@ -18,10 +18,10 @@ PressureLevel = Literal["normal", "warn", "critical"]
 
 class OperatingSystem(FrozenModel):
     name: str | None = None
-    """Name of the system, "macOS" or "Linux"."""
+    """Name of the operating system: "macOS" or "Linux"."""
     version: str | None = None
     architecture: str | None = None
-    """Processor architecture, "arm64" or "x86_64"."""
+    """Processor architecture, such as "arm64" or "x86_64"."""
 
 
 class CpuFacts(FrozenModel):
@@ -31,16 +31,16 @@ class CpuFacts(FrozenModel):
     fast_cores: PositiveInt | None = None
     """Cores of the fastest cluster (performance, or "super" on M5 Pro and Max)."""
     slow_cores: NonNegativeInt | None = None
-    """Cores of the other clusters together."""
+    """Cores of all other clusters together."""
     has_bf16: bool | None = None
-    """Whether the cores multiply bf16 natively. Otherwise bf16 products were measured 60 to 100 times slower."""
+    """Whether the cores have bf16 instructions. Without them, bf16 products were 60 to 100 times slower than fp32."""
 
 
 class Accelerator(FrozenModel):
     kind: DeviceKind
     name: str | None = None
     num_cores: PositiveInt | None = None
-    """GPU cores on Apple silicon, multiprocessors on CUDA."""
+    """GPU cores on Apple silicon, streaming multiprocessors on CUDA."""
     memory_bytes: PositiveInt | None = None
     """Memory of the card, or all memory of the machine if the GPU shares it."""
     usable_bytes: PositiveInt | None = None
@@ -100,7 +100,7 @@ class Machine(FrozenModel):
     python: str | None = None
 
     def accelerator(self, kind: str) -> Accelerator | None:
-        """Return the first accelerator of that kind, or None."""
+        """Return the first accelerator of this kind, or None."""
         return next((a for a in self.accelerators if a.kind == kind), None)
 
 
@@ -112,7 +112,7 @@ class BusyProcess(FrozenModel):
 
 
 class EnvironmentFacts(FrozenModel):
-    """What environment variables and flags of torch have fixed before a plan is made. None means not set."""
+    """Settings that environment variables or torch's flags fix before a plan is made. None means not set."""
 
     mps_fallback: bool | None = None
     mps_high_watermark: float | None = None
@@ -122,11 +122,11 @@ class EnvironmentFacts(FrozenModel):
     compile_disabled_by: str | None = None
     """The variable that turns torch.compile off."""
     malloc_variable: str | None = None
-    """The variable with which the user has configured malloc of glibc."""
+    """The variable with which the user configures glibc's malloc."""
     wait_variable: str | None = None
-    """How the user has chosen that OpenMP threads wait, such as "GOMP_SPINCOUNT=0"."""
+    """The user's setting for waiting OpenMP threads, such as "GOMP_SPINCOUNT=0"."""
     spins_long: bool = False
-    """Whether torch was loaded before whet could set how long threads spin."""
+    """Whether torch was loaded before whet could limit how long threads spin."""
     is_deterministic: bool | None = None
     """Whether torch.use_deterministic_algorithms is on in this process, or None if torch was not queried."""
 
@@ -142,7 +142,7 @@ class SystemState(FrozenModel):
     memory_pressure: PressureLevel | None = None
     gpu_busy_percent: float | None = None
     busy: tuple[BusyProcess, ...] = ()
-    """Other processes that use a whole core or a tenth of the memory."""
+    """Other processes that use about a whole core or at least a tenth of the memory."""
     environment: EnvironmentFacts = EnvironmentFacts()
 
 

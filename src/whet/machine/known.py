@@ -1,4 +1,4 @@
-"""Known machines and machine files."""
+"""Load known machines and machine files."""
 
 import json
 from importlib import resources
@@ -8,18 +8,18 @@ from whet.base.errors import UsageError, closest_match
 from whet.machine.composed import change_machine, is_chip_name, mac_names, named_mac, nearest_machine
 from whet.machine.facts import Machine, ProbeResult
 
-# A machine file has a few kilobytes. The limit rejects a wrong file before it is read into memory.
+# A machine file is a few kilobytes long. The limit rejects a wrong file before it is read into memory.
 _MAX_FILE_BYTES = 1_000_000
 
 
 def example_machine_names() -> tuple[str, ...]:
-    """Return the names of the machines that have a file, one or two for each kind of machine, sorted."""
+    """Return the sorted names of the machines with a file. There are one or two for each kind of machine."""
     files = resources.files("whet.machine").joinpath("known").iterdir()
     return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 
 
 def known_machine_names() -> tuple[str, ...]:
-    """Return the names of all machines that come with whet, sorted."""
+    """Return the sorted names of all machines that come with whet."""
     return tuple(sorted({*example_machine_names(), *mac_names()}))
 
 
@@ -44,13 +44,13 @@ def load_machine(name_or_file: str | Path) -> Machine:
 
 
 def nearest_line(machine: Machine) -> list[str]:
-    """Return a line with the known machine that is nearest to this Mac; nothing for other machines."""
+    """Return a line that names the known machine nearest to this Mac, or no lines for other machines."""
     nearest = nearest_machine(machine, [load_machine(name) for name in known_machine_names()])
     return [] if nearest is None else [f"nearest   --machine {nearest[0].name}: {nearest[1]}"]
 
 
 def parse_machine(text: str, *, where: str) -> Machine:
-    """Parse a machine from the JSON of a machine, or of a whole probe."""
+    """Parse a machine from the JSON of a machine or of a whole probe."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -64,7 +64,7 @@ def parse_machine(text: str, *, where: str) -> Machine:
 
 
 def _read_machine_file(path: Path) -> str:
-    """Read a machine file. Raise an error that explains the problem if it cannot be read."""
+    """Read a machine file. Raise UsageError if it cannot be read."""
     try:
         if not path.exists():
             raise _unknown_machine(str(path))

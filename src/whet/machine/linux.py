@@ -1,4 +1,4 @@
-"""Facts about a Linux machine, read from /proc and /sys, within the limits of its control group."""
+"""Facts about a Linux machine, read from /proc and /sys, within the limits of this process's control group."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from whet.machine.programs import clean_name, complete_lines, positive_number, w
 # Tests pass another root.
 ROOT = Path("/")
 NVIDIA_VENDOR = "0x10de"
-# Flags in /proc/cpuinfo that stand for native bf16: two on x86, two on Arm.
+# Flags in /proc/cpuinfo for native bf16: two on x86, two on Arm.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 
 Number = TypeVar("Number", int, float)
@@ -57,7 +57,7 @@ def usable_memory_bytes(*, root: Path = ROOT) -> int | None:
 
 
 def linux_system_state(*, root: Path = ROOT) -> SystemState:
-    """Return current memory, swap and power source."""
+    """Return the current memory, swap and power source."""
     memory = parse_meminfo(read_text(root / "proc/meminfo"))
     swap_total, swap_free = memory.get("SwapTotal"), memory.get("SwapFree")
     return SystemState(
@@ -69,11 +69,11 @@ def linux_system_state(*, root: Path = ROOT) -> SystemState:
 
 def has_nvidia_card(*, root: Path = ROOT) -> bool | None:
     """Return whether an NVIDIA display device is on the PCI bus, or None if the bus cannot be read."""
-    # A container may hide the PCI bus. It is then unknown whether there is a card.
+    # A container may hide the PCI bus, so an empty list does not mean that there is no card.
     devices = _entries(root / "sys/bus/pci/devices")
     if not devices:
         return None
-    # PCI class 0x03 is "display controller". The class matters, because NVIDIA cards also have an audio function.
+    # PCI class 0x03 is "display controller". Check the class, because NVIDIA cards also have an audio function.
     displays = (d for d in devices if (read_text(d / "class") or "").startswith("0x03"))
     return any((read_text(d / "vendor") or "").strip() == NVIDIA_VENDOR for d in displays)
 
@@ -84,7 +84,7 @@ class CpuInfo(NamedTuple):
     name: str | None = None
     has_bf16: bool | None = None
     cores: dict[int, tuple[int, int]] | None = None
-    """(package, core) of each logical processor, or None if the kernel does not list it (Arm)."""
+    """(package, core) of each logical processor, or None if the kernel does not list them (Arm)."""
 
 
 def parse_cpuinfo(text: str | None) -> CpuInfo:
@@ -128,8 +128,8 @@ def usable_cores(
 ) -> tuple[int | None, int | None]:
     """Return the numbers of (physical, logical) cores that this process may use.
 
-    CPU affinity and the CPU quota of the control group both limit them. A quota of 2.5 processors counts as 2: a third
-    thread would be throttled half of the time, and the other threads would wait for it.
+    CPU affinity and the CPU quota of the control group both limit them. A quota of 2.5 processors counts as 2, because
+    a third thread would be throttled half of the time, and the other threads would wait for it.
     """
     logical = len(allowed) if allowed else None
     physical = None
@@ -150,7 +150,7 @@ def _affinity() -> frozenset[int] | None:
 
 
 def parse_meminfo(text: str | None) -> dict[str, int]:
-    """Parse /proc/meminfo, in bytes."""
+    """Parse /proc/meminfo. The values are in bytes."""
     values: dict[str, int] = {}
     for line in complete_lines(text):
         match = re.fullmatch(r"(\w+):\s+(\d{1,15}) kB", line, re.ASCII)
@@ -160,7 +160,7 @@ def parse_meminfo(text: str | None) -> dict[str, int]:
 
 
 def parse_os_release(text: str | None) -> str | None:
-    """Parse the name and version in /etc/os-release, "Debian GNU/Linux 12 (bookworm)"."""
+    """Parse the name and version in /etc/os-release, such as "Debian GNU/Linux 12 (bookworm)"."""
     values = dict(line.split("=", 1) for line in complete_lines(text) if re.match(r"[A-Z_]+=", line))
     plain = {key: value.strip().strip("\"'") for key, value in values.items()}
     return clean_name(plain.get("PRETTY_NAME") or plain.get("NAME"))
@@ -176,7 +176,7 @@ class PowerSupply(NamedTuple):
 
 
 def power_source(supplies: Iterable[PowerSupply]) -> Literal["mains", "battery"] | None:
-    """Return the power source; the batteries of a mouse or a headset (scope "Device") are ignored."""
+    """Return the power source. Batteries of a mouse or headset (scope "Device") are ignored."""
     own = [supply for supply in supplies if supply.scope != "Device"]
     batteries = {supply.status for supply in own if supply.kind == "Battery"}
     if any(supply.online == "1" for supply in own if supply.kind in ("Mains", "USB", "Wireless")):
@@ -205,7 +205,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 class CgroupLimits(NamedTuple):
-    """Limits of a container or service. None means no limit."""
+    """Limits of a control group, such as that of a container or service. None means no limit."""
 
     processors: float | None = None
     memory_bytes: int | None = None
@@ -229,7 +229,7 @@ def read_cgroup_limits(root: Path = ROOT) -> CgroupLimits:
 
 
 def parse_cgroup_membership(text: str | None) -> dict[str, str]:
-    """Parse /proc/self/cgroup: the path of the group for each controller. The name is empty for version 2."""
+    """Parse /proc/self/cgroup into the path of the group for each controller. The key is empty for version 2."""
     groups: dict[str, str] = {}
     for line in complete_lines(text):
         number, _, rest = line.partition(":")
@@ -249,7 +249,9 @@ def parse_cpu_max(text: str | None) -> float | None:
 def parse_memory_limit(text: str | None) -> int | None:
     """Parse a number of bytes, or return None if there is no limit.
 
-    Version 2 writes "max". Version 1 writes a number near 2**63, which has 19 digits, so at most 18 are accepted."""
+    If there is none, version 2 writes "max", and version 1 a number near 2**63. That has 19 digits, and
+    `positive_number` accepts at most 18.
+    """
     return positive_number(text)
 
 
@@ -263,7 +265,7 @@ def parse_memory_stat(text: str | None, key: str) -> int | None:
 
 
 def read_cgroup_v2(folder: Path) -> CgroupLimits:
-    """Return the limits in one folder of version 2."""
+    """Return the limits in one folder of cgroup version 2."""
     limit = parse_memory_limit(read_text(folder / "memory.max"))
     used = whole_number(read_text(folder / "memory.current"))
     cached = parse_memory_stat(read_text(folder / "memory.stat"), "inactive_file")
@@ -271,7 +273,7 @@ def read_cgroup_v2(folder: Path) -> CgroupLimits:
 
 
 def tightest(one: CgroupLimits, other: CgroupLimits) -> CgroupLimits:
-    """Return the lower of two values for each limit."""
+    """Return the lower value of each limit."""
     return CgroupLimits(
         min_known(one.processors, other.processors),
         min_known(one.memory_bytes, other.memory_bytes),
@@ -303,14 +305,14 @@ def _cpu_quota(quota: int | None, period: int | None) -> float | None:
 
 
 def _memory_left(limit: int | None, used: int | None, cached: int | None) -> int | None:
-    """Return the bytes that can still be allocated. Inactive file pages count, because the kernel reclaims them."""
+    """Return the bytes that can still be allocated. Inactive file pages count as free: the kernel reclaims them."""
     if limit is None or used is None:
         return None
     return max(0, limit - max(0, used - (cached or 0)))
 
 
 def _cgroup_folders(mounted: Path, group: str | None) -> list[Path]:
-    """Return the folders of the group and its parents, because each may set a limit."""
+    """Return the folders of the group and its parents, each of which may set a limit."""
     # Inside a container, the kernel may report a path of the host, which lies outside of the mount.
     if group is None or ".." in group:
         return []

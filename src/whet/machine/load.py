@@ -1,4 +1,4 @@
-"""Current load: busy processes, the usage of this process and of its threads."""
+"""Measure the current load: busy processes, and the usage of this process and its threads."""
 
 import time
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ MAX_PROCESSES = 5
 
 
 class ProcessSample(NamedTuple):
-    """One process at one moment."""
+    """The CPU time and memory of one process at one point in time."""
 
     name: str
     cpu_seconds: float
@@ -27,7 +27,10 @@ class ProcessSample(NamedTuple):
 
 
 def busy_processes(*, memory_bytes: int | None, sample_seconds: float = SAMPLE_SECONDS) -> tuple[BusyProcess, ...]:
-    """Return processes that use a whole core or a tenth of the memory, except parents and children of this process."""
+    """Return the heaviest processes, except this process, its ancestors and its descendants.
+
+    A process counts if it uses about a whole core (BUSY_PERCENT) or at least a tenth of the memory (MEMORY_SHARE).
+    """
     ours = _own_process_tree()
     before, start = _process_samples(ours), time.monotonic()
     time.sleep(sample_seconds)
@@ -38,7 +41,7 @@ def busy_processes(*, memory_bytes: int | None, sample_seconds: float = SAMPLE_S
 def heaviest_processes(
     before: dict[int, ProcessSample], after: dict[int, ProcessSample], *, seconds: float, memory_bytes: int | None
 ) -> tuple[BusyProcess, ...]:
-    """Return the heaviest of the processes in two samples, heaviest first."""
+    """Compare two samples, taken `seconds` apart. Return the heaviest processes, heaviest first."""
     heavy = []
     for pid, now in after.items():
         then = before.get(pid)
@@ -89,7 +92,7 @@ def _own_process_tree() -> set[int]:
 
 
 def cpu_percent(sample_seconds: float = 0.5) -> float | None:
-    """Return the CPU usage of all cores in percent. This process sleeps meanwhile, so only other processes count."""
+    """Return the CPU usage of all cores in percent. The calling thread sleeps while the sample is taken."""
     try:
         return float(psutil.cpu_percent(interval=sample_seconds))
     except (psutil.Error, OSError):
@@ -97,18 +100,18 @@ def cpu_percent(sample_seconds: float = 0.5) -> float | None:
 
 
 class Usage(NamedTuple):
-    """Usage since the last call. None means that the system does not report it."""
+    """CPU and memory usage. Percentages are averages since the last call. None means unknown."""
 
     cpu_percent: float | None = None
     """CPU usage of all processes, in percent of all cores."""
     process_percent: float | None = None
     """CPU usage of this process, in percent of one core: two busy cores are 200."""
     process_bytes: int | None = None
-    """Resident memory of this process."""
+    """Resident memory of this process, in bytes."""
 
 
 class ProcessUsage:
-    """Reads usage since the last call. Call it in the thread that created it; a call takes 0.1 ms."""
+    """Reads usage since the last call. Call it from the thread that created it. A call takes 0.1 ms."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -128,13 +131,13 @@ class ProcessUsage:
 
 
 class ThreadTimes(NamedTuple):
-    """Seconds of a thread since it began, without those in which it slept."""
+    """Seconds that a thread has been running or runnable since it started, without the time that it slept."""
 
     running: float
     waiting: float
-    """Seconds in which it was ready but had no core."""
+    """Seconds in which the thread was runnable, but had no core."""
     slices: int
-    """Number of times that it was scheduled on a core."""
+    """Number of times that the thread was scheduled on a core."""
 
     @property
     def total(self) -> float:
@@ -142,8 +145,8 @@ class ThreadTimes(NamedTuple):
 
 
 def thread_times(thread: int, *, root: Path = linux.ROOT) -> ThreadTimes | None:
-    """Return the times of a thread of this process, given by its native id; None if the system does not count them."""
-    # Nanoseconds on a core, nanoseconds in the queue of a core, number of time slices.
+    """Return the times of a thread of this process, given by its native id, or None if they are not available."""
+    # The fields of schedstat: nanoseconds on a core, nanoseconds on a run queue, number of time slices.
     fields = (linux.read_text(root / f"proc/self/task/{thread}/schedstat") or "").split()
     if len(fields) != 3 or not all(field.isdecimal() for field in fields):
         return None

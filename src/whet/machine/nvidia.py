@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as the driver sees them: nvidia-smi for facts, NVML for the current state."""
+"""Query the NVIDIA driver: nvidia-smi for facts about GPUs, and NVML for their current state."""
 
 import ctypes
 import re
@@ -47,7 +47,7 @@ def _query_command(fields: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_cards(text: str | None, *, fields: tuple[str, ...] = _QUERY_FIELDS) -> NvidiaCards:
-    """Parse one line per card. None means that no driver is installed; other text means that the driver fails.
+    """Parse one line per card. None means that no driver is installed, and text without cards that the driver fails.
 
     >>> parse_cards("NVIDIA H200, 143771, 580.65.06, 9.0\\n").cards[0].capability
     '9.0'
@@ -98,7 +98,7 @@ class _NvmlUtilization(ctypes.Structure):
 
 
 class SingleGpuReader:
-    """Reads the state of the GPU if the machine has exactly one. With several, it is unknown which one trains."""
+    """Reads the state of the GPU if the machine has exactly one. With several, it is unknown which one is training."""
 
     def __init__(self, *, library: Any = None) -> None:
         self._library = library

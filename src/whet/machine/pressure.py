@@ -1,6 +1,6 @@
 """Thermal and memory pressure, read every few seconds while training.
 
-Unknown values stay None. The macOS part was written from public headers and manual pages; it never ran on a Mac.
+Unknown values stay None. The macOS part was written from public headers and manual pages, and has never run on a Mac.
 """
 
 import re
@@ -17,14 +17,15 @@ from whet.machine import apple, linux, nvidia
 from whet.machine.facts import PressureLevel, SystemState, ThermalLevel
 from whet.machine.programs import ProgramRunner, complete_lines, run_program, whole_number
 
-# Percent of the last ten seconds that processes waited for memory. From here on, users notice the stalls.
+# Percentage of the last ten seconds that processes waited for memory, above which users notice the stalls.
 STALLED_PERCENT = 10.0
-# Shares of available memory. They are needed because without swap the kernel kills processes before they stall.
+# Available memory as a share of all memory. Checked too, because without swap the kernel kills processes before they
+# stall.
 LOW_MEMORY_SHARE, CRITICAL_MEMORY_SHARE = 0.08, 0.03
-# Share of the time between two readings. Throttling for longer counts as heavy.
+# Throttling for at least this share of the time between two readings counts as heavy.
 HEAVY_SHARE = 0.1
 
-# Programs run again after this time. Until then, their last output is used.
+# Interval between runs of the same program. In between, its last output is used.
 PROGRAM_INTERVAL_SECONDS = 30.0
 # The timeout is short, because the end of a session waits for the reading in progress.
 PROGRAM_TIMEOUT_SECONDS = 2.0
@@ -37,12 +38,12 @@ _run_with_timeout = partial(run_program, timeout_seconds=PROGRAM_TIMEOUT_SECONDS
 
 
 def read_system_state() -> SystemState:
-    """Read the state of this machine once; use a `SystemStateReader` to read it repeatedly."""
+    """Read the state of this machine once. To read it repeatedly, use a `SystemStateReader`."""
     return SystemStateReader()()
 
 
 class SystemStateReader:
-    """Reads the state of this machine repeatedly: caches slow programs and compares counters."""
+    """Reads the state of this machine repeatedly. Caches the output of slow programs, and compares counters."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class SystemStateReader:
 
 
 class MemoryStalls(NamedTuple):
-    """Percent of the last ten seconds spent waiting for memory (Linux pressure stall information)."""
+    """Percentages of the last ten seconds spent waiting for memory (Linux pressure stall information)."""
 
     some: float | None = None
     """Percent of the time in which at least one process waited."""
@@ -171,7 +172,7 @@ def read_throttle_counters(root: Path = linux.ROOT) -> ThrottleCounters:
 
 
 def thermal_level_between(before: ThrottleCounters, now: ThrottleCounters, *, seconds: float) -> ThermalLevel | None:
-    """Return the thermal level between two readings: no throttling, some, or much of the time."""
+    """Return the thermal level between two readings: nominal, moderate or heavy throttling, or None if unknown."""
     if before.times is None or now.times is None or seconds <= 0:
         return None
     if now.times <= before.times and now.milliseconds == before.milliseconds:

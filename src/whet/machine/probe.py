@@ -40,7 +40,7 @@ class SystemReadings(NamedTuple):
 
 
 def probe() -> ProbeResult:
-    """Probe this machine in a few seconds.
+    """Return the facts about this machine and its current state. It takes a few seconds.
 
     >>> whet.probe().machine.cpu.logical_cores  # doctest: +SKIP
     8
@@ -63,7 +63,7 @@ def probe_machine() -> Machine:
 def read_system(
     *, run: ProgramRunner = run_program, system: str = sys.platform, architecture: str | None = None
 ) -> SystemReadings:
-    """Read the system and the driver. `architecture` defaults to that of this Python."""
+    """Read facts from the operating system and the driver. `architecture` defaults to that of this Python."""
     architecture = architecture or _architecture(platform.machine())
     if system == "darwin":
         readings = apple.read_mac(run=run)
@@ -74,7 +74,7 @@ def read_system(
 
 
 def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:
-    """Return the whole machine: the accelerators that torch can use, and each missing device with the reason."""
+    """Add the accelerators that torch can use to the machine, and each missing device with the reason."""
     accelerators = (*_mps_accelerators(system, torch), *_cuda_accelerators(system, torch))
     facts = DeviceFacts(
         os=system.machine.os,
@@ -84,7 +84,7 @@ def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:
         has_card_on_bus=system.has_card_on_bus,
         visible_devices=env.child_environment().get("CUDA_VISIBLE_DEVICES"),
     )
-    # A machine with a CUDA GPU is named after the GPU.
+    # On a machine with a CUDA GPU, `chip` is the name of the GPU.
     cards = [accelerator.name for accelerator in accelerators if accelerator.kind == "cuda"]
     return system.machine.model_copy(
         update={
@@ -149,7 +149,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Cause:
-    """One possible cause. The first cause in a list that applies is reported."""
+    """One possible reason why a device is missing. The first one in a list that applies is reported."""
 
     applies: Callable[[DeviceFacts], bool]
     reason: str
@@ -167,7 +167,7 @@ def missing_devices(facts: DeviceFacts) -> tuple[MissingDevice, ...]:
 
 
 def hides_all_gpus(visible_devices: str | None) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES hides every GPU: empty, or a first entry that CUDA rejects, like -1."""
+    """Return whether CUDA_VISIBLE_DEVICES hides every GPU: it is empty, or CUDA rejects its first entry, such as -1."""
     if visible_devices is None:
         return False
     first = visible_devices.split(",")[0].strip()
@@ -190,7 +190,7 @@ def _explain(device: DeviceKind, causes: tuple[Cause, ...], facts: DeviceFacts) 
     return MissingDevice(device=device, reason=cause.reason.format(**values), fix=cause.fix.format(**values))
 
 
-# The order matters: a cause that rules out MPS on this machine comes before one that an installation can fix.
+# The order matters: causes that rule out MPS on this machine come before causes that an installation can fix.
 _NO_MPS_CAUSES = (
     Cause(
         lambda s: s.os.name != "macOS",
@@ -226,7 +226,7 @@ _NO_MPS_CAUSES = (
     ),
 )
 
-# The driver comes before torch, because no build of torch can use the GPU without it.
+# Causes in the driver come before those in torch, because no build of torch can use the GPU without a driver.
 _NO_CUDA_CAUSES = (
     Cause(
         lambda s: s.os.name == "macOS",

@@ -1,6 +1,6 @@
 """Run other programs and parse their output.
 
-If a program is missing, fails, hangs or prints unexpected text, the fact is unknown. No error is raised.
+If a program is missing, fails, hangs or prints unexpected text, the fact is unknown, and no error is raised.
 """
 
 import re
@@ -24,10 +24,10 @@ class ProgramRunner(Protocol):
 def run_program(
     command: Sequence[str], *, any_exit: bool = False, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> str | None:
-    """Return the program's stdout, or None if it is missing, fails, hangs or prints no text.
+    """Run a program and return its stdout, or None if it is missing, fails, hangs or its output is not UTF-8.
 
-    `any_exit` also accepts the output of a program that exits with an error: sysctl does so when one name out of
-    many is unknown, nvidia-smi when there is no card.
+    `any_exit` also accepts the output of a program that exits with an error: sysctl does when one of several names is
+    unknown, and nvidia-smi does when there is no card.
     """
     try:
         done = subprocess.run(
@@ -58,7 +58,7 @@ def complete_lines(text: str | None) -> list[str]:
 
 
 def whole_number(text: object) -> int | None:
-    """Parse a count or size in plain digits, or None.
+    """Parse a count or size in plain digits, or return None.
 
     >>> whole_number(" 8 "), whole_number("-1"), whole_number("0x10"), whole_number(None)
     (8, None, None, None)

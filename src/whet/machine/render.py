@@ -9,7 +9,7 @@ _UNKNOWN = "unknown"
 
 
 def machine_line(machine: Machine) -> str:
-    """Return the machine in one line, for the head of a plan or report."""
+    """Return a one-line description of a machine, for the head of a plan or report."""
     parts = [machine.chip or machine.cpu.name or "unknown chip", _cores_text(machine)]
     parts += [_accelerator_text(accelerator) for accelerator in machine.accelerators]
     parts.append(f"{_bytes_text(machine.memory_bytes)} memory")
@@ -20,7 +20,7 @@ def machine_line(machine: Machine) -> str:
 
 
 def machine_lines(machine: Machine) -> Iterator[str]:
-    """Yield all facts about a machine."""
+    """Yield all facts about a machine as lines."""
     yield f"machine   {machine_line(machine)}"
     if machine.model:
         cooling = {True: ", no fan", False: ", with a fan", None: ""}[machine.is_fanless]

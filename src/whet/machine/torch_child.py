@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def describe_torch(channel: "WorkerChannel", _arguments: dict[str, Any]) -> int:
-    """Send torch's version and devices, or the error of its import."""
+    """Send torch's version and devices, or the error if torch cannot be imported."""
     facts: dict[str, Any] = {}
     try:
         # Import by name, because import rules forbid `import torch` in this package.
@@ -35,7 +35,7 @@ def _describe_cuda(torch: Any, facts: dict[str, Any]) -> None:
             devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
             facts["cuda_devices"] = [_describe_device(device) for device in devices]
         elif facts["cuda_build"]:
-            # torch was built for CUDA but sees no device. init() raises an error that contains the reason.
+            # torch was built for CUDA, but finds no device. init() raises an error that contains the reason.
             torch.cuda.init()
     except Exception as error:
         facts["cuda_available"] = False

@@ -1,4 +1,4 @@
-"""The version and devices of torch, queried in a child process because importing torch may be slow or fail.
+"""Query the version and devices of torch in a child process, because importing torch may be slow or fail.
 
 This module does not import torch. A child that hangs, crashes or sends invalid data gives `TorchInfo(error=...)`.
 """
@@ -49,7 +49,7 @@ class TorchInfo(FrozenModel):
     error: str | None = None
 
     def facts(self) -> TorchFacts:
-        """Return the part that belongs to the facts of a machine."""
+        """Return the facts that are stored with a machine."""
         if self.error is not None:
             return TorchFacts(error=self.error)
         return TorchFacts(
@@ -75,13 +75,13 @@ def is_installed() -> bool:
 
 @contextmanager
 def torch_query(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[Callable[[], TorchInfo]]:
-    """Start the query and yield a function that waits for its result, so that other facts can be read meanwhile."""
+    """Start the query and yield a function that waits for its result, so that the caller can read other facts first."""
     if not is_installed():
         yield lambda: TorchInfo(error="torch is not installed")
         return
     deadline = time.monotonic() + timeout_seconds
     try:
-        # Discard the output, because a torch that prints without end must not fill the disk.
+        # Discard the output, so that a torch that prints without end cannot fill the disk.
         worker = JsonWorker(_TARGET, environment=env.c_locale_environment(), log=Path(os.devnull))
     except OSError as error:
         reason = _one_line(f"Python could not be started to query torch: {error.strerror}")
