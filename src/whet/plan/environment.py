@@ -1,7 +1,7 @@
-"""Settings that the environment fixes before the plan is made, and overrides that have no effect here.
+"""Settings that the environment fixes before the plan is made, and overrides that have no effect on a device.
 
-Priority: default < rule < measured < environment < the user's override. Where torch has read a variable already and
-nothing can change it any more, an override that contradicts it is refused.
+Priority: default < rule < measured < environment < the user's override. An override is rejected if it contradicts a
+variable that torch has already read, because the setting can no longer be changed.
 """
 
 from dataclasses import dataclass
@@ -11,34 +11,34 @@ from whet.plan.rule import RuleContext
 from whet.plan.setting import Scalar
 
 WHET_WATERMARKS = (1.0, 0.9)
-"""The high and the low watermark of MPS that whet sets, unless the user has set one."""
+"""The high and low MPS watermarks that whet sets, unless the user has set one of them."""
 TORCH_WATERMARKS = (1.7, 1.4)
 FINAL_SETTINGS = ("mps_fallback", "high_watermark", "low_watermark", "compile", "freed_memory")
-"""Settings whose variables are read before the plan, so that an override cannot change them."""
+"""Settings whose variables are read before the plan is made, so that an override cannot change them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForcedValue:
-    """A value that is in force before the plan is made."""
+    """A value that the environment gives to a setting before the plan is made."""
 
     value: Scalar
     origin: str
-    """What sets it, such as "OMP_NUM_THREADS=4"."""
+    """The source of the value, such as "OMP_NUM_THREADS=4"."""
     is_final: bool = False
-    """Whether nothing can change it in this process, so that an override that contradicts it is refused."""
+    """Whether the value can no longer be changed in this process, so that a conflicting override is rejected."""
 
 
 def forced_value(setting: str, context: RuleContext) -> ForcedValue | None:
-    """Return the value that the environment gives to a setting, or None if it does not."""
+    """Return the value that the environment gives to a setting, or None if there is none."""
     facts, device = context.system_state.environment, context.settings and context.device_type
     if setting == "mps_fallback" and device == "mps" and facts.mps_fallback is not None:
-        # torch reads the variable while it is imported.
+        # torch reads the variable when it is imported.
         value, text = ("on", "1") if facts.mps_fallback else ("off", "0")
         return ForcedValue(value=value, origin=f"{MPS_FALLBACK}={text}", is_final=True)
     if setting in ("high_watermark", "low_watermark") and device == "mps":
         return _watermark(setting, context)
     if setting == "threads" and facts.threads is not None:
-        # torchrun sets the variable to 1 for every process unless it is set, so 1 is no choice of the user there.
+        # torchrun sets OMP_NUM_THREADS to 1 if it is unset, so with several processes 1 is not the user's choice.
         is_torchrun = facts.threads == 1 and context.workload.local_size > 1
         origin = f"{facts.threads_variable}={facts.threads}"
         return None if is_torchrun else ForcedValue(value=facts.threads, origin=origin)
@@ -49,15 +49,16 @@ def forced_value(setting: str, context: RuleContext) -> ForcedValue | None:
         is_final = facts.compile_disabled_by != DISABLE_COMPILE
         return ForcedValue(value="off", origin=f"{facts.compile_disabled_by}=1", is_final=is_final)
     if setting == "freed_memory" and facts.malloc_variable is not None and device == "cpu":
-        # A call of mallopt would replace what the user has tuned.
+        # Calling mallopt would replace the user's own tuning.
         return ForcedValue(value="returned", origin=facts.malloc_variable, is_final=True)
     return None
 
 
 def no_effect_reason(setting: str, value: Scalar, context: RuleContext) -> str | None:
-    """Return why an override would not be executed on this device, or None if it is executed.
+    """Return why an override has no effect on this device, or None if it has one.
 
-    Such an override is not refused: the same command or config may train on several machines, and a run may move.
+    Such an override is not an error, because the same command or config may be used on several machines, and a run may
+    move from one to another.
     """
     device, system = context.settings and context.device_type, context.machine.os.name
     is_single = context.workload.world_size == 1
@@ -84,7 +85,7 @@ def no_effect_reason(setting: str, value: Scalar, context: RuleContext) -> str |
 def _watermark(setting: str, context: RuleContext) -> ForcedValue | None:
     facts = context.system_state.environment
     given = facts.mps_high_watermark, facts.mps_low_watermark
-    # whet sets its own pair in the environment of its process before torch asks for it.
+    # whet sets its own pair in the environment before torch reads it, so this pair is not the user's choice.
     if given in ((None, None), WHET_WATERMARKS):
         return None
     index = 0 if setting == "high_watermark" else 1

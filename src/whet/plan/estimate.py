@@ -1,14 +1,13 @@
-"""Estimate how fast a plan trains on a machine, from published figures of its chip. Nothing is measured.
+"""Estimate how fast a plan trains on a machine, from published figures for its chip. Nothing is measured.
 
-A step takes the time of three parts, one after the other:
+The time of a step is the sum of three parts:
 
     operations / (published peak x EFFICIENCY)      arithmetic
   + bytes      / (published bandwidth x 0.85)       weights, optimizer state and activations
-  + operators  x seconds per operator               what Python, the driver and a small kernel take
+  + operators  x seconds per operator               overhead of Python, the driver and small kernels
 
-Each constant is the middle of what others published; docs/measure.md names the sources and compares the result with the
-steps in docs/bench. Models differ by a factor that no simple formula knows, so the result is a range: from half to
-twice the time, which is a factor of 4.
+Each constant is the middle of published values. docs/measure.md lists the sources, and compares the result with the
+steps in docs/bench. No simple formula covers all models, so the result is a range from half to twice the estimate.
 """
 
 import math
@@ -25,37 +24,38 @@ from whet.plan.setting import TuneTrial
 from whet.plan.workload import Workload
 
 SPREAD = 2.0
-"""The range goes from the estimate divided by this to the estimate multiplied by it."""
+"""The range is from the estimate divided by this factor to the estimate multiplied by it."""
 
-# Share of the published peak that training reaches. Transformers: 0.21 (GPT-3) to 0.72 (FlashAttention-2, A100), median
-# of seven 0.41. For CPUs no such figures were found, so theirs is the same. MPS: 0.2 for a small GPT (minimind#852,
-# M5 Pro) to 0.68 for products alone (arXiv 2502.05317, M4).
+# Share of the published peak that training reaches. Transformers on CUDA: 0.21 (GPT-3) to 0.72 (FlashAttention-2,
+# A100), the median of seven is 0.41. No such figures were found for CPUs, so they use the same value. MPS: 0.2 for a
+# small GPT (minimind#852, M5 Pro) to 0.68 for matrix products alone (arXiv 2502.05317, M4).
 _EFFICIENCY = {"cuda": 0.41, "mps": 0.37, "cpu": 0.41}
-# Convolutions of ResNet-50 on one core: 0.68 to 0.97 (uxlfoundation/oneDNN#1115, Xeon 8180).
+# Share of the peak for the convolutions of ResNet-50 on one core: 0.68 to 0.97 (uxlfoundation/oneDNN#1115, Xeon 8180).
 _CPU_CONVOLUTIONS = 0.81
-# Reading and writing long arrays: 0.79 (GPU of an M5) to 0.92 (H100).
+# Share of the published bandwidth for reading and writing long arrays: 0.79 (GPU of an M5) to 0.92 (H100).
 _BANDWIDTH_SHARE = 0.85
-# An operator in eager mode: 4.5 us (an addition on a CPU, dev-discuss.pytorch.org 1836) to 25 us with a kernel launch.
-# In a captured graph, its kernel alone (NVIDIA, "Getting started with CUDA graphs"). MPS: 249 us for a GRUCell of about
-# 10 operators (pytorch/pytorch#138898).
+# Time of an operator in eager mode: 4.5 us (an addition on a CPU, dev-discuss.pytorch.org 1836) to 25 us with a kernel
+# launch. In a captured graph, only its kernel takes time (NVIDIA, "Getting started with CUDA graphs"). MPS: 249 us for
+# a GRUCell of about 10 operators (pytorch/pytorch#138898).
 _OPERATOR_SECONDS = {"cuda": 11e-6, "mps": 20e-6, "cpu": 11e-6}
 _CAPTURED_SECONDS = 3.4e-6
-# Two 256-bit units for fused multiply-add: 32 float32 operations per cycle and core. 3 GHz is usual for servers; one
-# core passes 6 to 20 GB/s (Xeon E5-2670 and E5-2690 v3, single-threaded copy and triad).
+# Two 256-bit FMA units per core do 32 float32 operations per cycle. 3 GHz is usual for servers. One core reads and
+# writes 6 to 20 GB/s (Xeon E5-2670 and E5-2690 v3, single-threaded copy and triad).
 _CPU_FLOPS_PER_CORE, _CPU_BANDWIDTH_PER_CORE = 32 * 3.0e9, 11e9
 
-# Weights are read twice and written; gradients are written and read; two numbers of Adam are read and written.
+# Bytes moved per parameter and step: weights are read twice and written once, gradients are written and read, and the
+# two moments of Adam are read and written. Each number has 4 bytes.
 _BYTES_PER_PARAMETER = 28
-# Each activation is written and read, and read again in the backward pass, where its gradient is written and read.
+# Each activation is written and read, then read again in the backward pass, where its gradient is written and read.
 _ACTIVATION_PASSES = 5
 _UNKNOWN_OPERATORS = 500
 _UNKNOWN_LENGTH_SHARE = 0.35
-"""Assumed mean length, as a share of the longest, if the data was not read. docs/bench has 46 of 128 and 19 of 64."""
+"""Assumed mean length as a share of the maximum, if the data was not read. docs/bench has 46 of 128 and 19 of 64."""
 _HALF = ("bf16", "fp16")
 
 
 class _Card(NamedTuple):
-    """Published figures of a CUDA card: dense TFLOPS of its matrix units, and GB/s."""
+    """Published figures of a CUDA card: dense TFLOPS by precision, and memory bandwidth in GB/s."""
 
     half: float
     tf32: float
@@ -63,7 +63,7 @@ class _Card(NamedTuple):
     bandwidth: float
 
 
-# NVIDIA's data sheets. The first name that the card's name contains is taken.
+# Figures from NVIDIA's data sheets. The first key that the card's name contains applies.
 _CARDS = {
     "H200": _Card(989, 494, 67, 4800),
     "H100": _Card(989, 494, 67, 3350),
@@ -86,7 +86,7 @@ class DeviceSpeed(NamedTuple):
 
 
 class SpeedEstimate(FrozenModel):
-    """The estimated range of a run without evaluations. It was never measured on such a machine."""
+    """The estimated range of the speed of a run, without evaluations. The lower bound comes first."""
 
     samples_per_second: tuple[float, float]
     step_seconds: tuple[float, float]
@@ -97,7 +97,7 @@ class SpeedEstimate(FrozenModel):
 
     @property
     def line(self) -> str:
-        """The range in one line."""
+        """The estimate as one line of text."""
         low, high = self.samples_per_second
         text = f"speed     {_short(low)} to {_short(high)} samples/s"
         if self.total_seconds is not None:
@@ -107,13 +107,13 @@ class SpeedEstimate(FrozenModel):
 
 
 def estimate_speed(plan: Plan) -> SpeedEstimate | None:
-    """Estimate the speed of a plan, or None if no figures of its device are published in the tables."""
+    """Estimate the speed of a plan. Return None if the tables have no figures for its device."""
     device = plan.device.partition(":")[0]
     speed = device_speed(plan.machine, device, precision=plan.precision, threads=plan.threads)
     if speed is None:
         return None
     workload, share = plan.workload, plan.workload.share
-    # Where the memory of a sample is unknown, the run measures it first and usually does not split the batch.
+    # If the memory of a sample is unknown, the run measures it first, and usually does not split the batch.
     parts = 1 if workload.activation_bytes is None else math.ceil(share / plan.micro_batch)
     half = 0.5 if plan.precision in _HALF else 1.0
     length = _length_share(workload, plan.lengths)
@@ -136,7 +136,7 @@ def estimate_speed(plan: Plan) -> SpeedEstimate | None:
 
 
 def measured_step_seconds(trials: Sequence[TuneTrial]) -> float | None:
-    """Return the step time of the chosen plan, as measured before the run, or None without a measurement."""
+    """Return the seconds per step of the chosen plan, as measured before the run, or None if nothing was measured."""
     plans = [trial for trial in trials if trial.setting == "plan" and trial.median_seconds]
     if plans:
         last = plans[-1]
@@ -172,7 +172,7 @@ def _apple_speed(machine: Machine, gpu: Accelerator) -> DeviceSpeed | None:
     if chip is None:
         return None
     share = (gpu.num_cores or chip.gpu_cores[-1]) / chip.gpu_cores[-1]
-    # Half precision has the rate of float32 outside the matrix units, which no training product is known to use.
+    # Half precision runs at the rate of float32, except in the matrix units, which training is not known to use.
     tflops = share * sum(chip.fp32_tflops) / 2
     bandwidth = chip.bandwidth[-1] if gpu.num_cores == chip.gpu_cores[-1] else chip.bandwidth[0]
     return DeviceSpeed(tflops * 1e12, bandwidth * 1e9, f"{tflops:.1f} TFLOPS and {bandwidth} GB/s of {chip.name}")
@@ -184,15 +184,16 @@ def _efficiency(workload: Workload, device: str) -> float:
 
 
 def _sample_flops(workload: Workload) -> float:
-    """Return the operations of a sample of full length: those of the recipe, or of a model that uses weights once."""
+    """Return the operations of a sample of full length, as given by the workload, or as if each weight is used once."""
     if workload.flops_per_sample is not None:
         return workload.flops_per_sample
-    # Two for the forward pass and four for the backward pass; frozen weights need no gradient of their own.
+    # Two operations per weight in the forward pass and four in the backward pass. Frozen weights need no gradient of
+    # their own, so they take two in the backward pass.
     return (6.0 * workload.num_parameters + 4.0 * workload.num_frozen) * workload.max_length
 
 
 def _length_share(workload: Workload, lengths: str) -> float:
-    """Return the computed share of a full-length sample. Without packed or sorted batches, padding is computed too."""
+    """Return the share of a full-length sample that is computed. With fixed lengths, padding is computed too."""
     if not workload.lengths_vary or lengths == "fixed":
         return 1.0
     if workload.mean_length is None:

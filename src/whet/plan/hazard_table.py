@@ -1,4 +1,4 @@
-"""Table of known wrong results on Apple GPUs, from PyTorch's sources and issues; not tested on a Mac.
+"""Table of known wrong results on Apple GPUs, from PyTorch's sources and issues. Not tested on a Mac.
 
 `docs/hazards.md` is generated from this table.
 """
@@ -115,7 +115,8 @@ HAZARDS: tuple[Hazard, ...] = (
         issue="#193385",
         answer="whet has no such product; in your own code write out[...] = a @ b",
         is_avoided=True,
-        # The fix was proposed for a patch of 2.14; whether it was taken is not known. 2.15 does not run on macOS 14.
+        # The fix was proposed for a patch release of 2.14. It is not known whether it was accepted. 2.15 does not run
+        # on macOS 14.
         fixed_in=(2, 15),
         macos_until=(15, 0),
         needs=frozenset({"out="}),
@@ -328,7 +329,7 @@ HAZARDS: tuple[Hazard, ...] = (
         id="roi-pool-backward",
         what="torchvision's roi_pool, ps_roi_align and ps_roi_pool add each gradient several times",
         issue="#190632",
-        # The Metal source in the wheel of torchvision 0.29 still has the loop that roi_align lost there.
+        # The Metal source in the wheel of torchvision 0.29 still has the loop that was removed from roi_align.
         answer="nothing; roi_align with torchvision 0.29, or --device cpu",
         needs=frozenset({"roi_pool"}),
     ),

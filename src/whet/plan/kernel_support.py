@@ -1,6 +1,6 @@
-"""The layers and shapes that the CUDA kernels of whet support.
+"""The layers and shapes that whet's CUDA kernels support.
 
-A workload lists its layers by the names below. The rules K3 to K8 and M6 read them.
+A workload lists its layers by the names below. Rules K3, K4, K7, K8 and M6 use them.
 """
 
 from whet.machine.facts import Machine
@@ -9,20 +9,20 @@ from whet.plan.workload import Workload
 
 # Attention over at most MAX_SHORT_LENGTH positions with rotary embeddings.
 SHORT_ROTARY_ATTENTION = "short rotary attention"
-# Attention within spans of a row, such as packed texts or several documents.
+# Attention within spans of a row, for packed texts or rows of several documents.
 SPAN_ATTENTION = "span attention"
 # Group norms followed by SiLU or ReLU.
 GROUP_NORM_ACTIVATION = "group norm and activation"
-# The norm of a residual sum: the output of a layer, optionally with dropout, plus its input.
+# A norm of a residual sum: the output of a layer, optionally with dropout, plus its input.
 ADD_NORM = "add and norm"
 
-# Positions that fit into one program of the kernel. More would need a loop over blocks, as in torch's kernels.
+# Positions that fit into one program of the kernel. Longer sequences need a loop over blocks, as in torch's kernels.
 MAX_SHORT_LENGTH = 128
 _SHORT_HEAD_SIZES = (32, 64, 128)
-# 128 is missing, because the backward kernel would spill registers.
+# A head size of 128 is not supported, because the backward kernel would spill registers.
 _SPAN_HEAD_SIZES = (32, 64)
 
-# Channels per program, unless one group has more: 64 bytes in half precision, which are two memory sectors.
+# Maximum channels per program, unless one group has more. In half precision they take 64 bytes, two memory sectors.
 _MAX_CHANNELS = 32
 # Elements that the registers of a program hold without spilling.
 _MAX_ELEMENTS = 16_384
@@ -56,7 +56,7 @@ def supports_span_attention(head_size: int) -> bool:
 
 
 def supports_unpadded_attention(machine: Machine, workload: Workload, *, device: str, precision: Scalar) -> bool:
-    """Whether torch's varlen kernel can compute attention over packed samples: only in half precision on CUDA."""
+    """Return whether torch's varlen kernel supports attention over packed samples: in half precision on CUDA only."""
     if not (workload.can_pack and workload.lengths_vary) or device != "cuda" or precision not in _HALF_PRECISIONS:
         return False
     accelerator = machine.accelerator(device)
@@ -68,7 +68,7 @@ def supports_unpadded_attention(machine: Machine, workload: Workload, *, device:
 
 
 def attention_kernel_reason(layers: tuple[str, ...], *, lengths_vary: bool, lengths: object) -> str | None:
-    """Return the reason to use whet's attention kernels for these layers, or None if they do not fit.
+    """Return the reason to use whet's attention kernels for these layers, or None if they do not apply.
 
     >>> attention_kernel_reason((SPAN_ATTENTION,), lengths_vary=True, lengths="packed_bucketed")
     'packed texts: attention stays within each text'
@@ -83,7 +83,7 @@ def attention_kernel_reason(layers: tuple[str, ...], *, lengths_vary: bool, leng
 
 
 def has_norm_kernels(machine: Machine, *, device: str, precision: Scalar) -> bool:
-    """Return whether whet's norm kernels are known to be fast on this device."""
+    """Return whether whet's norm kernels were measured on this kind of device, in half precision."""
     accelerator = machine.accelerator(device)
     capability = (accelerator.capability if accelerator else None) or ""
     is_known = device == "cuda" and capability.partition(".")[0] == _KERNEL_CAPABILITY
@@ -91,7 +91,7 @@ def has_norm_kernels(machine: Machine, *, device: str, precision: Scalar) -> boo
 
 
 def norm_kernel_reason(layers: tuple[str, ...], *, layout: object) -> str | None:
-    """Return the reason to use whet's norm kernels for these layers, or None if they do not fit.
+    """Return the reason to use whet's norm kernels for these layers, or None if they do not apply.
 
     >>> norm_kernel_reason((GROUP_NORM_ACTIVATION,), layout="channels_last")
     'norm and activation in one kernel without copies'
@@ -102,12 +102,12 @@ def norm_kernel_reason(layers: tuple[str, ...], *, layout: object) -> str | None
 
 
 def supports_group_norm(num_cells: int, width: int, num_groups: int) -> bool:
-    """Return whether a group fits into one program of the kernel. The sides of its tiles are powers of two.
+    """Return whether a group fits into one program of the kernel, whose tiles have sides that are powers of two.
 
     >>> supports_group_norm(13 * 13, 128, 8), supports_group_norm(7 * 7, 24, 4), supports_group_norm(64 * 64, 512, 8)
     (True, False, False)
     """
-    # `size & (size - 1)` is 0 only if a single bit is set, that is, for a power of two.
+    # `size & (size - 1)` is 0 only for a power of two.
     size = width // num_groups
     return size & (size - 1) == 0 and sum(cell_tiles(num_cells)) * size <= _MAX_ELEMENTS
 
@@ -127,7 +127,7 @@ def groups_per_program(num_cells: int, num_groups: int, size: int) -> int:
 
 
 def cell_tiles(num_cells: int) -> tuple[int, int]:
-    """Return the sides of two tiles that hold all cells. The first tile is full, the second may be empty.
+    """Return the sizes of two tiles that hold all cells, as powers of two. The first is full, the second may be 0.
 
     >>> cell_tiles(169), cell_tiles(64), cell_tiles(1)
     ((128, 64), (64, 0), (1, 0))

@@ -2,13 +2,14 @@
 
 from whet.plan.workload import GRADIENT_BYTES, Workload
 
-# Contexts, kernels and workspaces before the first tensor. 768 MB is typical for a CUDA context with cuBLAS.
+# Memory of contexts, kernels and workspaces before the first tensor. 768 MB is typical for CUDA with cuBLAS.
 CONTEXT_BYTES = {"cpu": 0, "mps": 256 * 1024**2, "cuda": 768 * 1024**2}
 
-# Autocast does not halve all activations: norms, softmax and losses stay in float32.
+# Activations relative to float32. Autocast does not halve all of them: norms, softmax and losses stay in float32.
 _ACTIVATION_SHARE = {"fp32": 1.0, "tf32": 1.0, "bf16": 0.6, "fp16": 0.6}
 
-# Activation checkpointing keeps only the inputs of blocks, plus the activations of one block in the backward pass.
+# Activations relative to those without checkpointing. It keeps only the inputs of blocks, plus the activations of one
+# block during the backward pass.
 _CHECKPOINTING_SHARE = 0.3
 
 

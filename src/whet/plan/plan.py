@@ -18,7 +18,7 @@ from whet.plan.workload import AutoBatch, Workload
 
 FORMAT_VERSION = 1
 
-# Names that other tools have for what follows from other settings, with what to set instead.
+# Names in other tools for values that follow from other settings, and what to set instead.
 _MICRO_BATCH = "micro_batch=N: the accumulation is global_batch_size / micro_batch"
 _COPIES = "copies=overlapped or copies=blocking: pinned memory is used for overlapped copies"
 _DERIVED = {
@@ -34,9 +34,9 @@ _DERIVED = {
 
 
 class Plan(FrozenModel, SettingValues):
-    """The settings with which one workload is executed on one machine.
+    """The settings for running one workload on one machine.
 
-    The value of a setting is an attribute (`plan.precision`); `plan.settings["precision"]` also has its reason, source
+    The value of a setting is an attribute (`plan.precision`). `plan.settings["precision"]` also has its reason, source
     and evidence.
     """
 
@@ -61,7 +61,7 @@ class Plan(FrozenModel, SettingValues):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step in each process. It follows from the micro-batch, so it is not a setting."""
+        """Micro-batches per optimizer step in each process. Not a setting, because it follows from the micro-batch."""
         return -(-self.workload.share // self.micro_batch)
 
 
@@ -76,8 +76,9 @@ def make_plan(
 ) -> Plan:
     """Plan a workload on a machine.
 
-    Overrides take precedence over the environment, the environment over measurements, measurements over rules. This
-    needs no torch, and the machine can be another one. `system_state.environment` holds what the environment fixes.
+    Overrides take precedence over the environment, the environment over measurements, and measurements over rules.
+    torch is not needed, so the plan may be for another machine. `system_state.environment` holds what the environment
+    fixes.
     """
     # None means that the user has not given the setting.
     overrides = {name: value for name, value in (overrides or {}).items() if value is not None}
@@ -88,7 +89,7 @@ def make_plan(
     context = RuleContext(machine=machine, system_state=system_state, workload=workload, settings=settings)
     for rule in ALL_RULES:
         settings[rule.setting] = _decide(rule, context, overrides, measured)
-        # Check the device here: `device` and `on_device_failure` are decided, and all later rules depend on the device.
+        # Check the device now that both settings are decided, because all later rules depend on the device.
         if rule.setting == "on_device_failure":
             _resolve_missing_device(context, settings)
     return Plan(
@@ -117,14 +118,14 @@ def override(plan: Plan, overrides: Mapping[str, Scalar]) -> Plan:
 
 
 def with_auto_batch(plan: Plan, chosen: AutoBatch | None) -> Plan:
-    """Return the plan with the measurement of its global batch size."""
+    """Return the plan with the measurement of its global batch size, or without one if None."""
     return plan.model_copy(update={"workload": plan.workload.model_copy(update={"batch": chosen})})
 
 
 def with_runtime_changes(plan: Plan, changes: Mapping[str, MeasuredSetting]) -> Plan:
     """Return the plan with changes that were forced at run time, for example by running out of memory.
 
-    They take precedence over the user's overrides, and the run reports them.
+    The changes take precedence over the user's overrides. The run reports them.
     """
     settings = {
         **plan.settings,
@@ -140,7 +141,10 @@ def with_runtime_changes(plan: Plan, changes: Mapping[str, MeasuredSetting]) -> 
 
 
 def with_smaller_micro_batch(plan: Plan, at_most: int, *, reason: str, problem: str) -> Plan:
-    """Return the plan with the largest even split of the global batch into micro-batches of `at_most` samples."""
+    """Return the plan with the largest micro-batch of at most `at_most` samples that splits the global batch evenly.
+
+    `reason` is the reason of the new setting, and `problem` is recorded as its evidence.
+    """
     whole = plan.workload.global_batch_size
     # Split evenly: for 100 samples and at most 40, three parts of 34 use less memory than 40 + 40 + 20.
     num_parts = -(-whole // at_most)
@@ -160,7 +164,7 @@ def with_smaller_micro_batch(plan: Plan, at_most: int, *, reason: str, problem: 
 
 
 def with_smaller_eval_batch(plan: Plan, *, step: int, problem: str) -> Plan:
-    """Return the plan with half the evaluation batch. Raise an error if the batch is a single sample."""
+    """Return the plan with half the evaluation batch. Raise InsufficientMemoryError if it is a single sample."""
     before = plan.eval_batch
     if before == 1:
         raise InsufficientMemoryError(
@@ -172,8 +176,8 @@ def with_smaller_eval_batch(plan: Plan, *, step: int, problem: str) -> Plan:
 
 
 def read_plan(data: object, *, where: str) -> Plan:
-    """Read a plan from its JSON; `where` names the source in errors."""
-    # Check the format version first: validation would only report the first unknown key.
+    """Read a plan from its JSON. `where` names the source in errors."""
+    # Check the format version first, because validation would only report the first unknown key.
     version = data.get("format_version") if isinstance(data, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise WhetError(
@@ -245,7 +249,7 @@ def _check_setting_names(names: set[str]) -> None:
 
 
 def _resolve_missing_device(context: RuleContext, settings: dict[str, Setting]) -> None:
-    """Raise an error if the machine lacks the device, or use the CPU if on_device_failure=cpu."""
+    """If the machine lacks the device, use the CPU if on_device_failure=cpu, otherwise raise UsageError."""
     if context.device_type == "cpu" or context.accelerator is not None:
         return
     if context.on_device_failure == "cpu" and context.device_type in ("mps", "cuda"):

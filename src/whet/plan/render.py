@@ -16,13 +16,13 @@ SettingRow = tuple[str, str, str, str]
 """One line of the settings table: name, value, reason, source."""
 
 _MIN_REASON_WIDTH = 24
-# A corrupt plan may contain a reason of several megabytes, which would take a minute to wrap.
+# Wrapping a reason of several megabytes, as a corrupt plan may contain, would take a minute.
 _MAX_REASON = 4_100
 _MEMORY_SETTINGS = ("memory_gb", "micro_batch", "activation_checkpointing")
 
 
 def plan_lines(plan: Plan, *, width: int) -> Iterator[str]:
-    """Yield the whole plan: machine, workload, settings and warnings."""
+    """Yield the lines of a whole plan: machine, workload, settings and warnings."""
     yield f"machine   {machine_line(plan.machine)}"
     yield f"workload  {workload_line(plan.workload)}"
     yield from (f"          {line}" for line in (plan.workload.batch.lines if plan.workload.batch else ()))
@@ -34,7 +34,7 @@ def plan_lines(plan: Plan, *, width: int) -> Iterator[str]:
 
 
 def workload_line(workload: Workload) -> str:
-    """Return the workload as one line."""
+    """Return a one-line description of a workload."""
     batch = f"global batch {workload.global_batch_size}" + (" (measured)" if workload.batch else "")
     trained = f"{format_count(workload.num_parameters)} parameters"
     frozen = f" ({format_count(workload.num_frozen)} more are frozen)" if workload.num_frozen else ""
@@ -49,7 +49,7 @@ def workload_line(workload: Workload) -> str:
 
 
 def settings_rows(plan: Plan) -> list[SettingRow]:
-    """Return one row per setting, without settings that do not apply to the device."""
+    """Return one row per setting. Settings that do not apply to the device are omitted."""
     return [
         (name, format_value(setting.value), setting.reason, _source_text(setting))
         for name, setting in plan.settings.items()
@@ -59,7 +59,7 @@ def settings_rows(plan: Plan) -> list[SettingRow]:
 
 
 def settings_table(rows: Sequence[SettingRow], *, width: int) -> list[str]:
-    """Return a table of the rows with wrapped reasons, or stacked rows if the terminal is too narrow for a table."""
+    """Format the rows as a table with wrapped reasons, or stack the columns if `width` is too narrow for a table."""
     if not rows:
         return []
     table = [("setting", "value", "why", "from"), *rows]
@@ -67,7 +67,7 @@ def settings_table(rows: Sequence[SettingRow], *, width: int) -> list[str]:
     why = width - name - value - source - 6
     if why < _MIN_REASON_WIDTH:
         return [line for row in rows for line in _stacked_row(row, width=width)]
-    # Make the column no wider than the longest reason, so that the last column stays close to it.
+    # Make this column no wider than the longest reason, so that the last column is close to it.
     why = min(why, max(len(row[2]) for row in table))
     lines: list[str] = []
     for row in table:
@@ -78,7 +78,7 @@ def settings_table(rows: Sequence[SettingRow], *, width: int) -> list[str]:
 
 
 def format_value(value: object) -> str:
-    """Return the value of a setting as text. None becomes "none"."""
+    """Format the value of a setting. None becomes "none"."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -124,7 +124,7 @@ def explain_setting(plan: Plan, name: str) -> str:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    """Return the predicted memory of a step by part, as lines."""
+    """Return the predicted memory of a step as lines, one for each part."""
     workload, micro = plan.workload, plan.micro_batch
     parts = predict_memory_parts(
         workload,

@@ -1,6 +1,6 @@
-"""Rules: functions from facts to a decision, whose docstrings become pages in docs/rules/.
+"""The @rule decorator: rules are functions that decide one setting, and their docstrings become pages in docs/rules/.
 
-The docstring of a rule has a fixed form: a first line that names the decision, then the sections Why, When wrong,
+The docstring of a rule has a fixed form: a first line that describes the setting, then the sections Why, When wrong,
 Override and Sources.
 """
 
@@ -19,7 +19,7 @@ SECTIONS = ("Why", "When wrong", "Override", "Sources")
 
 @dataclass(frozen=True, kw_only=True)
 class RuleContext(SettingValues):
-    """The inputs of a rule: machine, its current state, workload, and the settings decided before it."""
+    """The inputs of a rule: the machine, its current state, the workload, and the settings decided so far."""
 
     machine: Machine
     system_state: SystemState
@@ -28,7 +28,7 @@ class RuleContext(SettingValues):
 
     @property
     def device_type(self) -> str:
-        """The decided device without its index: "cuda" for "cuda:1"."""
+        """The decided device without its index, such as "cuda" for "cuda:1"."""
         return self.device.partition(":")[0]
 
     @property
@@ -55,7 +55,7 @@ class RuleContext(SettingValues):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The value that a rule decides, with its reason."""
+    """The value that a rule chooses, with its reason and evidence."""
 
     value: Scalar
     reason: str
@@ -83,7 +83,7 @@ def rule(rule_id: str, setting: str) -> Callable[[Callable[[RuleContext], Decisi
 
     def make(decide: Callable[[RuleContext], Decision]) -> Rule:
         what, sections = _parse_docstring(inspect.getdoc(decide) or "")
-        # Check at import, so that an incomplete rule fails every test and not only the test of the docs.
+        # Check at import, so that an incomplete rule fails every test, not only the test of the docs.
         missing = [name for name in SECTIONS if not sections.get(name)]
         assert setting in DECLARED, f"rule {rule_id}: declare {setting} in plan/values.py"
         assert what, f"rule {rule_id} needs a first line"

@@ -1,4 +1,4 @@
-"""A setting with its value, reason, source and evidence, and the trials of a measurement."""
+"""The setting of a plan, with its value, reason, source and evidence, and the trials of a measurement."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -37,15 +37,15 @@ Verdict = Literal[
 ]
 """The verdict on a candidate.
 
-faster: the gain is significant and large enough to matter. likely: the interval shows a gain that is not significant
-yet; the final plan is compared as a whole. no gain: slower, or the gain is too small. not worth it: the run is too
-short to repay the cost. unclear: the time budget ran out. cut off: the candidate was stopped because it was very slow.
-disagrees: the candidate computes different results.
+faster: the gain is significant and large enough to matter. likely: there seems to be a gain, but it is not significant
+yet, and the final plan is compared as a whole. no gain: slower, or the gain is too small. not worth it: the run is too
+short to repay the cost. unclear: the time budget ran out. cut off: the candidate was stopped, because it was very slow.
+disagrees: the candidate computes different results. failed: it raised an error. not tried: it was not measured.
 """
 
 
 class TuneTrial(FrozenModel):
-    """One candidate of a measurement and its result."""
+    """One candidate of a measurement, and its result."""
 
     setting: str
     """The varied setting, or "plan" for a comparison of whole plans."""
@@ -56,12 +56,12 @@ class TuneTrial(FrozenModel):
     verdict: Verdict
     note: str
     repeats: NonNegativeInt = 0
-    """Number of step pairs. Both steps of a pair use the same batches."""
+    """Number of timed pairs of steps. Both steps of a pair use the same batches."""
     median_seconds: NonNegativeFloat | None = None
     """Median seconds of one optimizer step."""
     baseline_seconds: NonNegativeFloat | None = None
     speedup: NonNegativeFloat | None = None
-    """Step time of the baseline divided by that of this candidate. Values above 1 are faster."""
+    """Step time of the baseline divided by that of this candidate. Above 1, the candidate is faster."""
     interval: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
     """Distribution-free confidence interval of the speedup."""
     preparation_seconds: NonNegativeFloat | None = None

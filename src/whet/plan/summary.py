@@ -1,4 +1,4 @@
-"""The head of a training run: machine, workload, plan and time in a few lines. `whet plan RUN` prints all settings."""
+"""The first lines of a training run: machine, workload, plan and time. `whet plan RUN` prints all settings."""
 
 import textwrap
 from collections.abc import Iterator
@@ -11,10 +11,11 @@ from whet.plan.render import format_value, settings_rows, workload_line
 from whet.plan.setting import Setting
 
 _LABEL_WIDTH = 10
-# Other warnings are in `whet plan RUN`.
+# Show at most this many warnings. `whet plan RUN` prints all of them.
 _MAX_NOTES = 2
 
-# Values that a plain PyTorch loop has too. Settings that are not listed are shown only if the user has set them.
+# Values that equal those of a plain PyTorch loop, which are not shown. Settings that are not listed are shown only if
+# the user or the environment has set them.
 _TORCH_DEFAULTS = {
     "micro_batch": None,
     "lengths": "fixed",
@@ -56,10 +57,10 @@ def summary_lines(
     num_done: int = 0,
     estimate: str | None = None,
 ) -> list[str]:
-    """Return machine, workload, plan, time and warnings as wrapped lines.
+    """Return the machine, workload, plan, time and warnings as wrapped lines.
 
-    `name` replaces the recipe's name, `run` is the folder as a word of a command, `num_done` steps are not counted in
-    the time, and `estimate` is the time if steps were timed but no settings compared.
+    `name` replaces the name of the recipe. `run` is the run folder, quoted for a command. The time excludes `num_done`
+    steps. `estimate` is the text for the time if steps were timed, but no settings were compared.
     """
     shown = plan.workload if name is None else plan.workload.model_copy(update={"recipe": name})
     notes = f" and {len(plan.warnings)} notes" if len(plan.warnings) > _MAX_NOTES else ""
@@ -75,7 +76,7 @@ def summary_lines(
 
 
 def shorten(line: str, width: int) -> str:
-    """Return the line, cut at its end if it is too long.
+    """Truncate a line that is longer than `width`.
 
     >>> shorten("a line of text", 10)
     'a line ...'
@@ -84,7 +85,7 @@ def shorten(line: str, width: int) -> str:
 
 
 def labelled(label: str, text: str, *, width: int) -> list[str]:
-    """Return a label and its text, wrapped behind the label."""
+    """Return a label and its text as lines, with the text wrapped in a column after the label."""
     return textwrap.wrap(
         text,
         max(width, 2 * _LABEL_WIDTH),
@@ -96,10 +97,10 @@ def labelled(label: str, text: str, *, width: int) -> list[str]:
 
 
 def notable_settings(plan: Plan) -> Iterator[str]:
-    """Yield device, precision and the settings that differ from a plain PyTorch loop or were set by the user."""
+    """Yield device and precision, then the settings that differ from a plain PyTorch loop or that the user has set."""
     yield plan.device
     yield plan.precision
-    # Where the memory of a sample is unknown, the first step decides the micro-batch.
+    # If the memory of a sample is unknown, the first step decides the micro-batch.
     if plan.accumulation > 1 and plan.workload.activation_bytes is not None:
         yield f"micro-batch {plan.micro_batch} (x{plan.accumulation})"
     num_threads = plan.machine.torch.num_threads

@@ -72,8 +72,8 @@ DEVICE_NAME = Constraint(
 class SettingValue(Generic[T]):
     """Descriptor that reads the value of the setting with the same name as the attribute.
 
-    The type argument is the type of the value. A Literal lists the allowed values; other types need a constraint. If
-    the type includes None, a rule can leave the setting to torch or to other settings.
+    The type argument is the type of the value. A Literal lists the allowed values. Other types need a constraint. If
+    the type includes None, a rule may leave the setting undecided, so that torch or other settings determine it.
     """
 
     def __init__(self, constraint: Constraint | None = None) -> None:
@@ -150,7 +150,7 @@ class SettingValues:
     causal_mask = SettingValue[CausalMask]()
 
 
-# All settings with their types and constraints, in the order of decision.
+# All settings with their types and constraints, in the order in which rules decide them.
 DECLARED: Mapping[str, SettingValue[Any]] = {
     name: value for name, value in vars(SettingValues).items() if isinstance(value, SettingValue)
 }

@@ -9,15 +9,15 @@ from whet.plan.memory import predict_memory
 from whet.plan.rule import RuleContext
 from whet.plan.values import SettingValues
 
-# Maximum rows that a matrix product can sum over without errors on M1 and M2 (pytorch/pytorch#177116).
+# Maximum rows that a matrix product can sum over without wrong results on M1 and M2 (pytorch/pytorch#177116).
 ROW_LIMIT = 32_768
 
-# At this length, the attention matrix of one head and one sample takes 4 MB in float32.
+# At this length, the attention matrix of one head for one sample takes 4 MB in float32.
 _LONG_SEQUENCE = 1024
 _HAZARDS_PAGE = "docs/hazards.md"
-# A plan shows few hazards in full, so that they do not hide other warnings.
+# A plan shows only a few hazards in full, so that they do not hide other warnings.
 _MAX_HAZARD_LINES = 2
-# On MPS a linear layer with bias damages rows if a batch dimension is larger (pytorch/pytorch#189495).
+# On MPS, a linear layer with bias corrupts rows if a batch dimension is larger than this (pytorch/pytorch#189495).
 _HUGE_BATCH = 65_536
 _HALF_PRECISIONS = ("bf16", "fp16")
 
@@ -73,7 +73,7 @@ def override_notes(plan: SettingValues) -> Iterator[str]:
 
 
 def known_hazards(machine: Machine, device: str) -> tuple[Hazard, ...]:
-    """Return the known bugs of this torch, macOS and chip. An unknown version counts as affected."""
+    """Return the known bugs of MPS with this torch, macOS and chip. An unknown version counts as affected."""
     if device.partition(":")[0] != "mps":
         return ()
     return tuple(hazard for hazard in HAZARDS if _applies(hazard, machine))
@@ -90,7 +90,8 @@ def hazard_lines(context: RuleContext) -> Iterator[str]:
     hazards = known_hazards(context.machine, context.device_type)
     if not hazards:
         return
-    # Rules never choose this many rows, so the user set it or the batch cannot be split. Warn.
+    # "rows" counts as avoided, because rules never choose so many. If they occur, the user has set the micro-batch or
+    # the batch cannot be split, so warn.
     met = [hazard for hazard in relevant_hazards(hazards, context) if not hazard.is_avoided or "rows" in hazard.needs]
     for hazard in met[:_MAX_HAZARD_LINES]:
         answer = _row_limit_advice(context) if "rows" in hazard.needs else hazard.answer
@@ -130,7 +131,7 @@ def _applies(hazard: Hazard, machine: Machine) -> bool:
 
 
 def _traits(context: RuleContext) -> frozenset[str]:
-    """Return the traits of the workload that hazards need. Layers count only if they were detected."""
+    """Return the traits of the workload, by the names in `Hazard.needs`. Only detected layers are included."""
     workload, precision, micro = context.workload, context.precision, context.micro_batch
     has = {
         "dropout": workload.has_dropout,

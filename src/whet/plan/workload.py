@@ -1,4 +1,4 @@
-"""The workload: the facts about a training run that a plan needs. A plan never changes them."""
+"""The workload: facts about a training run that a plan depends on. A plan never changes them."""
 
 from typing import Literal
 
@@ -13,18 +13,18 @@ ADAM_STATE_BYTES = 8
 OPTIMIZER_BYTES = {
     "adamw": ADAM_STATE_BYTES,
     "adam_atan2": ADAM_STATE_BYTES,
-    # Momentum.
+    # The momentum.
     "sgd": 4,
-    # A row and a column for each matrix, which is far less than a byte; up to 4 for convolutions and vectors.
+    # One row and one column per matrix, far less than a byte per parameter, but 4 bytes for convolutions and vectors.
     "adafactor": 1,
 }
-"""Bytes of state per trained parameter of the optimizers that whet builds, by name."""
+"""Bytes of state per trainable parameter, by the name of the optimizers that whet builds."""
 
 Scaling = Literal["linear", "square root"]
 
 
 class BatchPoint(FrozenModel):
-    """One global batch size that was measured."""
+    """The measurement of one global batch size."""
 
     batch: PositiveInt
     samples_per_second: PositiveFloat | None = None
@@ -37,13 +37,13 @@ class BatchPoint(FrozenModel):
     micro_batch: PositiveInt | None = None
     peak_bytes: NonNegativeInt | None = None
     note: str = ""
-    """Reason why there is no rate."""
+    """Reason why there is no rate, or empty."""
 
 
 class AutoBatch(FrozenModel):
-    """The measured batch size for global_batch_size=auto, with the learning rates scaled to it.
+    """The batch size chosen by measurement for global_batch_size=auto, and the learning rates scaled to it.
 
-    It is measured once and stored with the run, so that a resumed run trains with the same batch.
+    It is measured once and stored with the run, so that a resumed run trains with the same batch size.
     """
 
     batch: PositiveInt
@@ -75,14 +75,14 @@ class Workload(FrozenModel):
     num_parameters: PositiveInt
     """Trainable parameters."""
     num_frozen: NonNegativeInt = 0
-    """Frozen parameters: they take memory, but have neither gradient nor optimizer state."""
+    """Frozen parameters, which take memory but have neither gradient nor optimizer state."""
     global_batch_size: PositiveInt
     num_samples: PositiveInt | None = None
     """Samples per epoch, or None if the data has no length."""
     num_steps: PositiveInt | None = None
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run, or None if unknown."""
     max_length: PositiveInt = 1
-    """Rows that one sample adds to a matrix product: the number of tokens for text, 1 for a vector."""
+    """Rows that one sample adds to a matrix product, at most: the number of tokens for text, 1 for a vector."""
     mean_length: float | None = None
     lengths_vary: bool = False
     sample_bytes: PositiveInt | None = None
@@ -90,47 +90,47 @@ class Workload(FrozenModel):
     activation_bytes: PositiveInt | None = None
     """Bytes that one sample of the maximum length keeps for the backward pass, in float32."""
     flops_per_sample: PositiveFloat | None = None
-    """Operations of one sample of full length, forward and backward, or None if each weight is used once per row."""
+    """FLOPs of one sample of full length, forward and backward. None means that each weight is used once per row."""
     moved_bytes: PositiveInt | None = None
-    """Bytes of a sample's activations in float32, for estimates of time where `activation_bytes` is left to the run."""
+    """Bytes of a sample's activations in float32, for time estimates if `activation_bytes` is measured by the run."""
     num_operators: PositiveInt | None = None
-    """About how many operators a step runs on one micro-batch, forward, backward and update."""
+    """Approximate number of operators that a step with one micro-batch runs: forward, backward and update."""
     optimizer_bytes: int = ADAM_STATE_BYTES
     """Bytes of optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     optimizer: str | None = None
     """Class of the user's optimizer object, or None if whet builds the optimizer."""
     optimizer_obstacle: str | None = None
-    """Why the user's optimizer keeps its own kernels, or None if the plan may select them."""
+    """Reason why the user's optimizer keeps its own kernels, or None if the plan may select them."""
     can_pack: bool = False
-    """Whether the model accepts concatenated samples without padding."""
+    """Whether the model accepts packed samples: concatenated, without padding."""
     can_unpad: bool = False
-    """Whether the blocks of the model may skip padding: true for some Transformers models."""
+    """Whether the blocks of the model may skip padding, which some Hugging Face Transformers models allow."""
     unpad_obstacle: str | None = None
-    """Why the blocks of a Transformers model cannot skip padding."""
+    """Reason why the blocks of a Transformers model cannot skip padding, or None."""
     needs_decoding: bool = False
-    """Whether samples must be read or decoded on the CPU (images, audio), so that workers may help."""
+    """Whether samples must be decoded on the CPU, such as images or audio, so that workers may help."""
     has_dropout: bool = False
     has_batchnorm: bool = False
     split_obstacle: str | None = None
-    """Why a global batch may not be split into micro-batches, besides BatchNorm, or None if nothing is known."""
+    """Reason other than BatchNorm why a global batch must not be split into micro-batches, or None."""
     is_causal: bool = False
     layers: tuple[str, ...] = ()
     """Detected layer kinds, by their names in plan/hazard_table.py and plan/kernel_support.py."""
     world_size: PositiveInt = 1
-    """Processes that share each global batch."""
+    """Number of processes that share each global batch."""
     local_size: PositiveInt = 1
-    """Number of these processes on this machine."""
+    """Number of those processes on this machine."""
     batch: AutoBatch | None = None
-    """Measurement of the global batch size, or None without global_batch_size=auto."""
+    """Measurement for global_batch_size=auto, or None if the user has given the size."""
 
     @property
     def whole_batch_reason(self) -> str | None:
-        """Why a global batch is not split into micro-batches, or None if it may be."""
+        """Reason why a global batch is not split into micro-batches, or None if it may be split."""
         return "BatchNorm's statistics depend on the whole batch" if self.has_batchnorm else self.split_obstacle
 
     @property
     def share(self) -> int:
-        """Maximum samples of a global batch per process."""
+        """Maximum number of samples of a global batch per process."""
         return -(-self.global_batch_size // self.world_size)
 
     @property

@@ -1,6 +1,6 @@
-"""All rules in the order of decision. A rule sees the settings that earlier rules decided.
+"""All rules, in the order in which they decide. A rule sees the settings that earlier rules have decided.
 
-To add a rule: declare the setting in `plan/values.py`, write a documented function with `@rule` in the file of its
+To add a rule, declare the setting in `plan/values.py`, write a documented function with `@rule` in the file of its
 family, and list it here. `make docs` writes its page.
 """
 

@@ -5,10 +5,10 @@ from whet.plan.rule import Decision, RuleContext, rule
 
 @rule("D1", "device")
 def choose_device(context: RuleContext) -> Decision:
-    """The device that computes: CUDA, else MPS, else the CPU.
+    """The device that training runs on: CUDA, else MPS, else the CPU.
 
-    Why: a GPU is usually the fastest device of a machine, and CUDA has the more complete and better tested kernels
-    where a machine has both.
+    Why: a GPU is usually the fastest device of a machine. CUDA comes before MPS, because its kernels are more complete
+    and better tested.
     When wrong: small models, recurrent cells and per-sample loops can be faster on the CPU (a GRU cell took 249 us on
     MPS and 117 us on the CPU of an M3 Max). Only a measurement of your model can tell.
     Override: --device mps, --device cuda:1 or --device cpu.
@@ -27,9 +27,9 @@ def choose_device(context: RuleContext) -> Decision:
 
 @rule("D2", "on_device_failure")
 def choose_on_device_failure(context: RuleContext) -> Decision:
-    """Action if the chosen device cannot be used: stop, or continue on the CPU.
+    """What to do if the chosen device cannot be used: stop, or continue on the CPU.
 
-    Why: a silent move to the CPU hides a slowdown of ten times or more, so it happens only on request.
+    Why: a silent move to the CPU hides a slowdown of 10x or more, so it happens only on request.
     When wrong: an unattended run that must finish, even if it takes much longer.
     Override: on_device_failure=cpu; the move is reported on the terminal and as an event.
     Sources: accelerate falls back silently.
@@ -42,11 +42,11 @@ def choose_on_device_failure(context: RuleContext) -> Decision:
 def choose_mps_fallback(context: RuleContext) -> Decision:
     """Whether operators that MPS lacks run on the CPU instead of failing.
 
-    Why: each one costs a GPU synchronization and two copies per call, warns once at most, and does not cover
-    float64 or unsupported shapes. A missing operator should be seen before the run.
-    When wrong: a model that needs one rare operator and is still faster with the round trip.
-    Override: mps_fallback=on; `whet train` sets it before torch starts. In your own script set
-    PYTORCH_ENABLE_MPS_FALLBACK=1 yourself. The report then names the operators that fell back, with their cost in
+    Why: each call of such an operator costs a GPU synchronization and two copies, with one warning at most. The
+    fallback does not cover float64 or unsupported shapes. A missing operator should be noticed before the run.
+    When wrong: a model that needs one rare operator, and is still faster on MPS with the round trip.
+    Override: mps_fallback=on; `whet train` sets the variable before it imports torch. In your own script, set
+    PYTORCH_ENABLE_MPS_FALLBACK=1 yourself. The report then lists the operators that fell back, with their cost in
     the first two steps.
     Sources: ATen/mps/MPSFallback.mm (torch 2.13); pytorch/pytorch#105382, #173808.
     """
@@ -57,12 +57,12 @@ def choose_mps_fallback(context: RuleContext) -> Decision:
 
 @rule("D4", "keep_awake")
 def choose_keep_awake(context: RuleContext) -> Decision:
-    """Whether the machine is kept from falling asleep while it trains.
+    """Whether the machine is kept awake during training.
 
-    Why: an idle Mac sleeps after some minutes, and the run with it. `caffeinate -i -w PID` prevents that for as long
-    as the run's process lives, even if it is killed; the display may still turn off. A closed lid, an empty
+    Why: an idle Mac goes to sleep after some minutes, which suspends the run. `caffeinate -i -w PID` prevents this
+    until the process of the run ends, even if it is killed. The display may still turn off. A closed lid, an empty
     battery and the power button take precedence.
-    When wrong: on a battery that is needed for something else.
+    When wrong: on battery power that is needed for something else.
     Override: keep_awake=off.
     Sources: caffeinate(8), macOS.
     """
@@ -74,12 +74,12 @@ def choose_keep_awake(context: RuleContext) -> Decision:
 
 @rule("H1", "on_heat")
 def choose_on_heat(context: RuleContext) -> Decision:
-    """Action if the machine gets hot and slow: warn, rest part of the time, or pause until it is cool.
+    """What to do if the machine is throttled by heat: warn, rest part of the time (pace), or pause until it is cool.
 
-    Why: a hot machine slows itself down and is not damaged; whether it should rest is a matter of noise, lap and
-    battery, so it is your choice. No value changes what is trained: whet only waits between steps.
-    When wrong: a laptop without a fan on a long run. `pace` rests 20 % of the time and more until it is cool enough;
-    `pause` saves, and waits until the sensor is back to normal (two minutes without a sensor, 15 at most).
+    Why: a hot machine throttles itself and is not damaged. Whether it should rest depends on noise, comfort and
+    battery, so the choice is yours. No value changes what is trained, because whet only waits between steps.
+    When wrong: a laptop without a fan on a long run. `pace` rests at least 20 % of the time until it is cool enough.
+    `pause` saves, and waits until the sensor is back to normal (at most 15 minutes, or two without a sensor).
     Override: on_heat=pace or on_heat=pause, also when a run is resumed; epochs_per_session=2 trains two epochs at a
     time.
     Sources: public advice (2 to 3 epochs at a time, with breaks); OSThermalNotification.h; ggml-org/llama.cpp#16634.

@@ -4,22 +4,23 @@ from whet.base.units import GB, format_bytes
 from whet.plan.memory import CONTEXT_BYTES
 from whet.plan.rule import Decision, RuleContext, rule
 
-# Share of the memory for weights, gradients and optimizer state. The rest is for activations.
+# Share of the memory that weights, gradients and optimizer state may take. The rest is for activations.
 _STATIC_SHARE = 0.8
-# The default of DistributedDataParallel. At least four buckets let communication overlap with the backward pass.
+# 25 MB is the default of DistributedDataParallel. Communication overlaps with the backward pass only if there are
+# several buckets.
 _BUCKET_MB = 25
 _MIN_BUCKETS = 4
 
 
 @rule("S1", "sharding")
 def choose_sharding(context: RuleContext) -> Decision:
-    """Whether each process keeps the whole model (DDP), or a shard of every weight, gradient and state (FSDP2).
+    """Whether each process keeps the whole model (DDP), or a shard of weights, gradients and optimizer state (FSDP2).
 
-    Why: whole models need one all-reduce per step, which overlaps with the backward pass; shards need three times the
-    calls and 1.5 times the bytes, and gather each block before it computes. So sharding is for models whose weights,
+    Why: replicas need one all-reduce per step, which overlaps with the backward pass. Shards need three times the calls
+    and 1.5 times the bytes, and each block is gathered before it computes. So sharding is for models whose weights,
     gradients and optimizer state leave no memory for activations on one device.
-    When wrong: a model that fits, with a micro-batch so small that the device idles: the memory that sharding frees
-    may be worth more than what it sends.
+    When wrong: a model that fits, but only with a micro-batch so small that the device idles. The memory that sharding
+    frees may then be worth its communication.
     Override: sharding=full or sharding=off.
     Sources: Rajbhandari et al. 2020, "ZeRO"; torch.distributed.fsdp.fully_shard (2.13).
     """
@@ -42,12 +43,12 @@ def choose_sharding(context: RuleContext) -> Decision:
 
 @rule("S2", "bucket_mb")
 def choose_bucket(context: RuleContext) -> Decision:
-    """Megabytes of gradients that are all-reduced at once.
+    """Size in MB of the buckets in which gradients are all-reduced.
 
-    Why: a bucket is sent when all its gradients are ready, while the backward pass computes the next. Large ones use
-    the network well, several are needed to overlap at all: 25 MB, or a quarter of a model that is smaller than four
-    of them.
-    When wrong: a network with high latency needs larger ones; measure it there.
+    Why: a bucket is sent when all its gradients are ready, while the backward pass computes the next one. Large buckets
+    use the network well, but there must be several for any overlap. So a bucket has 25 MB, or a quarter of the
+    gradients if they are smaller than four such buckets.
+    When wrong: a network with high latency may need larger buckets. Measure it there.
     Override: bucket_mb=N.
     Sources: Li et al. 2020, "PyTorch Distributed"; torch.nn.parallel.DistributedDataParallel (2.13) uses 25 too.
     """

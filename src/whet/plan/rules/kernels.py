@@ -1,4 +1,4 @@
-"""Rules for the implementation of the same arithmetic: kernels, compilation, graphs, layout."""
+"""Rules that choose between implementations of the same computation: kernels, compilation, CUDA graphs and layout."""
 
 from dataclasses import replace
 
@@ -12,29 +12,29 @@ from whet.plan.kernel_support import (
 )
 from whet.plan.rule import Decision, RuleContext, rule
 
-# A shorter run does not repay the capture: each of about a dozen shapes first runs once eagerly.
+# A shorter run does not repay the capture, because each of about a dozen shapes first runs once eagerly.
 _MIN_STEPS_TO_CAPTURE = 50
 _HALF_PRECISIONS = ("bf16", "fp16")
-# Lowest CUDA compute capability at which torch prefers cuDNN's attention.
+# Lowest major CUDA compute capability with which torch prefers cuDNN's attention.
 _CUDNN_CAPABILITY = 9
-# CUDA compute capability that whet's kernels were written for and measured on.
+# Major CUDA compute capability that whet's kernels were written for and measured on.
 _KERNEL_CAPABILITY = "9"
 
 
 @rule("K1", "optimizer_kernels")
 def choose_optimizer_kernels(context: RuleContext) -> Decision:
-    """How the optimizer updates all parameters: fused in few kernels, in lists (foreach), or one by one (loop).
+    """How the optimizer updates parameters: in a few fused kernels, in lists (foreach), or one by one (loop).
 
-    Why: torch's default on MPS and CPU is a Python loop over parameters with ten and more kernels each; the fused
-    update is the same arithmetic. On MPS it cut a step from 916 to 493 operations; on a CPU AdamW took 2.1 ms
-    instead of 3.6 ms.
-    An optimizer object of yours gets fused kernels too, if it is torch's own Adam, AdamW, SGD or Adagrad (not on MPS,
-    and on CUDA from torch 2.13 on) and you left `fused`, `foreach` and `capturable` open. The update rule is the same,
-    but not every bit: after 100 steps of AdamW on a CPU the loss differed by 2.4e-7. Its flags are restored when the
-    session ends.
-    When wrong: sparse gradients, complex parameters, parameters that are views with gaps, and gradients in another
-    memory layout than their parameters, which torch's fused kernels on the CPU read wrongly without an error; these are
-    detected, and your optimizer keeps its own kernels. On MPS with torch before 2.13, together with fp16 loss scaling.
+    Why: torch's default on MPS and CPU is a Python loop over parameters with ten or more kernels each. The fused update
+    computes the same. On MPS it reduced a step from 916 to 493 operations, and on a CPU AdamW took 2.1 ms instead of
+    3.6 ms.
+    Your own optimizer object gets fused kernels too, if it is torch's Adam, AdamW, SGD or Adagrad (Adagrad not on MPS,
+    and on CUDA from torch 2.13 on), and if you did not set `fused`, `foreach` or `capturable`. The update rule is the
+    same, but results are not bit-identical: after 100 steps of AdamW on a CPU, the loss differed by 2.4e-7. The flags
+    of the optimizer are restored when the session ends.
+    When wrong: sparse gradients, complex parameters, parameters that are views with gaps, and gradients whose memory
+    layout differs from that of their parameter, which torch's fused CPU kernels read wrongly without an error. These
+    cases are detected, and your optimizer keeps its own kernels. On MPS, fp16 loss scaling with torch before 2.13.
     Override: optimizer_kernels=yours keeps the kernels of your optimizer object, bit for bit; or pass fused, foreach or
     capturable to it yourself.
     Sources: torch/utils/_foreach_utils.py (2.13); pytorch/pytorch#127242, #186360; scvi-tools#3998; own measurement.
@@ -44,7 +44,7 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
     if context.workload.optimizer_obstacle is not None:
         reason = context.workload.optimizer_obstacle
         return Decision(value="yours", reason=reason, evidence={**evidence, "optimizer": context.workload.optimizer})
-    # Seen to fail on an H200 with torch 2.11; the source of 2.13 allows it. An unknown version counts as an old one.
+    # Fused Adagrad failed on an H200 with torch 2.11. The source of 2.13 allows it. An unknown version counts as old.
     has_no_adagrad = device == "mps" or (device == "cuda" and torch.is_before(2, 13) is not False)
     if context.workload.optimizer == "Adagrad" and has_no_adagrad:
         reason = "torch has no fused Adagrad for MPS" + ("" if device == "mps" else ", nor for CUDA before 2.13")
@@ -62,13 +62,13 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
 def choose_compile(context: RuleContext) -> Decision:
     """Whether torch.compile compiles the model (on), or each of its repeated blocks (blocks), which takes less time.
 
-    Why: compiling costs seconds to minutes, which this run must save again. On MPS it made a small ResNet 4.5 to
-    9 times slower unless a layout option was set. A compiler can also compute something else, without an error: on CUDA
-    torch 2.11 read bucketize's boundaries, a view, from the beginning of their storage. So before the first step the
-    compiled model's gradients are compared with the eager ones on a micro-batch of the run; where they differ,
-    or nothing could be compiled, the run continues uncompiled and reports it, and in a measurement such a
-    candidate has failed.
-    When wrong: long runs of models with many pointwise operators. Small errors behind strong dropout are not detected.
+    Why: compiling takes seconds to minutes, which the run must win back. On MPS it made a small ResNet 4.5 to 9 times
+    slower unless a layout option was set. Compiled code can also be wrong without an error: with torch 2.11 on CUDA,
+    bucketize read its boundaries, a view, from the start of their storage. So before the first step, the gradients of
+    the compiled model are compared with those of eager mode on a micro-batch of the run. If they differ, or if nothing
+    could be compiled, the run continues uncompiled and reports it. In a measurement, such a candidate fails.
+    When wrong: long runs of models with many pointwise operators. Small errors that strong dropout hides are not
+    detected.
     Override: compile=on, compile=blocks or compile=off; verify=off skips the comparison.
     Sources: pytorch/pytorch#192551, #150121, #161609 (fixed by #184043); docs/verify.md.
     """
@@ -80,26 +80,26 @@ def choose_compile(context: RuleContext) -> Decision:
 def choose_graph(context: RuleContext) -> Decision:
     """Whether a whole optimizer step is captured once for each shape and replayed as one launch (CUDA graphs).
 
-    Why: it removes the cost of launching kernels one by one, which dominates small models on fast GPUs. Only CUDA has
-    it. Forward, backward, clipping, update and EMA are captured for up to 16 shapes of the step's micro-batches;
-    other shapes run eagerly. Samples and their weights are the same, results equal to rounding, and dropout draws
-    come from the same generator. Inputs stay in place, and captured steps share memory that eager steps cannot use.
-    Set-up takes a step or two for each shape, so it is measured whether it pays; without a measurement steps are
-    captured where samples are packed to few totals (rule M6): a BERT base with a global batch of 32 on an H200 made
-    4,603 samples a second this way after a second of set-up, an expert's loop 975. The net of Hex has one shape and
-    many small kernels: with 18 blocks it made 59,153 positions a second captured and 36,032 without. A chat model's
-    rows have one shape too, and its kernels sometimes wait for their launch: those of a step of the medium preset were
-    63.3 ms of its 67.3, and smaller ones wait longer.
-    When wrong: a loss that reads values on the host, draws on the host, or has shapes that depend on values cannot
-    be captured: that is detected and reported, and the step runs eagerly. A loss that depends on changing Python state
-    is detected only by comparing replayed losses with eager ones, at each shape's first replay and at
-    replays 1, 2, 4, ... and every 1,024th of all; then the run rolls back to its last checkpoint. Gradients are gone
-    after a step, and hooks would not be called, so a model with hooks is not captured.
-    For any other model whose samples have one shape the first steps decide (launch_bound): they are timed, and only if
-    the host needs three quarters of their time to launch kernels, later ones are captured. An MLP of eight layers of
-    512 with a batch of 256 made 416,217 samples a second captured on an H200, 43,237 without.
-    The learning rate of your optimizer may change in every step. If other hyperparameters do too, as the betas with
-    OneCycleLR, the update stays outside of the graph.
+    Why: a graph avoids launching kernels one by one, which dominates the time of small models on fast GPUs. Only CUDA
+    has graphs. Forward, backward, clipping, update and EMA are captured for up to 16 shapes of the step's
+    micro-batches. Other shapes run eagerly. Samples and their weights are the same, results are equal except for
+    rounding, and dropout draws from the same generator. Inputs have fixed addresses, and captured steps share memory
+    that eager steps cannot use. Capturing takes a step or two for each shape, so its gain is measured. Without a
+    measurement, steps are captured if samples are packed to a few total lengths (rule M6): on an H200, BERT base with a
+    global batch of 32 trained 4,603 samples a second this way after a second of set-up, and 975 with an expert's loop.
+    The Hex net has one shape and many small kernels: with 18 blocks it trained 59,153 positions a second with graphs,
+    and 36,032 without. The rows of a chat model have one shape too, and its kernels sometimes wait for their launch: in
+    the medium preset, kernels took 63.3 ms of a step of 67.3 ms, and smaller models wait longer.
+    When wrong: a loss that reads values or draws random numbers on the host, or whose shapes depend on values, cannot
+    be captured. This is detected and reported, and the step runs eagerly. A loss that depends on changing Python state
+    is detected only by comparing replayed losses with eager ones: at the first replay of each shape, at replays 1, 2,
+    4, ... and at every 1,024th of all. The run then rolls back to its last checkpoint. Gradients are not available
+    after a step. Hooks would not be called, so a model with hooks is not captured.
+    For any other model whose samples have one shape, the first steps decide (launch_bound): they are timed, and later
+    steps are captured only if launching kernels takes the host three quarters of the time. On an H200, an MLP with
+    eight layers of width 512 and a batch of 256 trained 416,217 samples a second with graphs, and 43,237 without.
+    The learning rate of your optimizer may change in every step. If other hyperparameters change too, such as the betas
+    with OneCycleLR, the update stays outside of the graph.
     Override: graph=on, graph=off. Optimizers without fused kernels (rule K1) need capturable=True.
     Sources: PyTorch documentation, CUDA semantics, "CUDA graphs"; pytorch/pytorch#180395; docs/choices.
     """
@@ -119,7 +119,7 @@ def choose_graph(context: RuleContext) -> Decision:
             return Decision(value="off", reason=reason, evidence=evidence)
         reason = "packed samples have few totals, and launching kernels one by one dominates"
         return Decision(value="on", reason=reason, evidence=evidence)
-    # Steps of models with these layers were measured to be launch-bound.
+    # Measurements showed that steps of models with these layers are launch-bound.
     if {GROUP_NORM_ACTIVATION, SPAN_ATTENTION} & set(workload.layers) and not workload.lengths_vary:
         evidence["num_steps"] = workload.num_steps
         if is_long:
@@ -139,20 +139,22 @@ def choose_graph(context: RuleContext) -> Decision:
 
 @rule("K4", "layout")
 def choose_layout(context: RuleContext) -> Decision:
-    """The memory layout of the weights of convolutions; activations follow it through the model.
+    """The memory layout of convolution weights, which activations follow through the model.
 
-    Why: channels_last helps convolutions on CUDA and on some CPUs. On MPS it has a long list of crashes and wrong
-    results up to torch 2.13; later, BatchNorm's gradients with it are still reported wrong, and convolutions slow up to
-    2.14. So it is off unless a measurement shows that it is faster, and on MPS it is rejected.
-    torch's group norm copies to contiguous and back: a Hex net in bf16 on an H200 took 47.5 ms a step contiguous and
-    63.6 ms in channels_last. whet's own group norms (rule K8) do not, so channels_last is used with them.
-    Contiguous weights also avoid a wrong conv2d on macOS 15 and later, so on MPS parameters are made contiguous before
-    the first step. The objects stay yours, checkpoints are the same, and the layout is restored afterwards.
-    Other convolutional nets use it in half precision on CUDA, where tensor cores need it: a ResNet-50 in bf16 on an
-    H200 made 4,553 images a second with it (captured) and 2,404 without.
+    Why: channels_last speeds up convolutions on CUDA and on some CPUs. On MPS, it has a long list of crashes and wrong
+    results up to torch 2.13. In later releases, gradients of BatchNorm are still reported to be wrong with it, and
+    convolutions are slow up to 2.14. So it is off unless a measurement shows that it is faster, and is rejected on MPS.
+    torch's group norm copies channels_last inputs to contiguous and back: a step of a Hex net in bf16 on an H200 took
+    47.5 ms contiguous and 63.6 ms in channels_last. whet's own group norms (rule K8) do not copy, so channels_last is
+    used with them.
+    Contiguous weights also avoid wrong results of conv2d on macOS 15 and later, so on MPS parameters are made
+    contiguous before the first step. The parameter objects and checkpoints stay the same, and the layout is restored
+    afterwards.
+    Other convolutional nets use channels_last in half precision on CUDA, where tensor cores need it: a ResNet-50 in
+    bf16 on an H200 trained 4,553 images a second with it (captured), and 2,404 without.
     When wrong: nets with group norms on CUDA; with norms=torch use layout=contiguous too, unless the model is compiled.
-    Override: layout=channels_last; or set the layout of your model yourself: with contiguous whet leaves it unchanged,
-    except for parameters on MPS.
+    Override: layout=channels_last; or set the layout of your model yourself, which whet leaves unchanged with
+    layout=contiguous, except for parameters on MPS.
     Sources: pytorch/pytorch#188371, #192212, #180992, #175189, #193623; own measurement (H200, torch 2.11).
     """
     device, precision = context.device_type, context.precision
@@ -172,22 +174,23 @@ def choose_layout(context: RuleContext) -> Decision:
 
 
 def _has_only_plain_convolutions(layers: tuple[str, ...]) -> bool:
-    # torch's group norm copies channels_last to contiguous and back.
+    # torch's group norm copies channels_last inputs to contiguous and back.
     return "conv2d" in layers and "group norm" not in layers
 
 
 @rule("K5", "threads")
 def choose_threads(context: RuleContext) -> Decision:
-    """Number of threads that compute on the CPU.
+    """Number of threads with which torch computes on the CPU.
 
-    Why: slow cores delay fast ones at every barrier, and two threads on one core share its arithmetic units. So:
-    the fast cores of an Apple chip, the physical cores elsewhere, never more than this process may use. Results of
-    long sums depend on the number, so it is pinned and recorded. It is set in torch itself, so OMP_NUM_THREADS and
-    MKL_NUM_THREADS need not be (Apple's chips have no MKL). Training on a GPU hardly depends on it.
-    Other programs on the same cores do not change the number, only how threads wait for each other: a thread that spins
-    takes the time of the one that it waits for. whet sets GOMP_SPINCOUNT and KMP_BLOCKTIME before torch is loaded, on
+    Why: slow cores delay fast ones at every barrier, and two threads on one core share its arithmetic units. So there
+    is one thread for each fast core of an Apple chip, and for each physical core elsewhere, but never more than this
+    process may use. Results of long sums depend on the number, so it is pinned and recorded. It is set in torch itself,
+    so OMP_NUM_THREADS and MKL_NUM_THREADS are not needed (there is no MKL for Apple silicon). Training on a GPU hardly
+    depends on it.
+    Other programs on the same cores do not change the number, but they change how threads wait: a spinning thread takes
+    CPU time from the thread that it waits for. whet sets GOMP_SPINCOUNT and KMP_BLOCKTIME before torch is loaded, on
     the command line and in every process that it starts, so that threads spin briefly and then sleep. During a run
-    on Linux, threads sleep at once as long as other programs use the cores. No bit depends on it.
+    on Linux, threads sleep at once while other programs use the cores. Results do not depend on this.
     When wrong: M5 Pro and Max, whose second cluster is fast as well.
     Override: threads=N; GOMP_SPINCOUNT, KMP_BLOCKTIME or OMP_WAIT_POLICY in the environment.
     Sources: ATen/ParallelCommon.cpp (2.13), pytorch/pytorch#123038; the manual of libgomp on GOMP_SPINCOUNT; own
@@ -223,11 +226,11 @@ def _choose_num_threads(context: RuleContext) -> Decision:
 
 @rule("K6", "deterministic")
 def choose_deterministic(context: RuleContext) -> Decision:
-    """Whether only kernels are used that give the same bits each time.
+    """Whether to use only kernels that give the same bits each time.
 
-    Why: on a GPU some sums are taken in the order in which they happen to finish. With "on" torch uses other kernels
-    where it has them and fails where it has none, so that a resumed run is bit-exact there too; `whet prove` needs it.
-    On the CPU the kernels that whet has met give the same bits anyway, with the same number of threads.
+    Why: some GPU kernels add numbers in the order in which threads happen to finish. With "on", torch uses other
+    kernels if it has them, and otherwise raises an error, so that a resumed run is bit-exact on a GPU too. `whet prove`
+    needs this. On the CPU, all kernels seen so far give the same bits anyway, with the same number of threads.
     When wrong: it can be slower, and some operators have no deterministic implementation.
     Override: deterministic=on.
     Sources: torch.use_deterministic_algorithms (2.13); docs/checkpoints.md.
@@ -238,22 +241,22 @@ def choose_deterministic(context: RuleContext) -> Decision:
 
 @rule("K7", "attention")
 def choose_attention(context: RuleContext) -> Decision:
-    """Which kernels compute attention: torch's choice, a preferred kernel of torch's (with cudnn, flash, efficient,
-    math as fallbacks in this order), or whet's own.
+    """Which kernels compute attention: those that torch chooses, a preferred one of torch's (with cudnn, flash,
+    efficient and math as fallbacks, in this order), or whet's own.
 
-    Why: torch chooses well except in one case. On an H200 it prefers cuDNN's kernel in half precision, which takes 88
-    to 130 ms for every new shape, where flash and efficient take none; so it is avoided where every batch has another
-    length. At 2,048 tokens it was 1.5 times as fast as flash, so with few shapes torch's choice and the others are
-    measured. whet has its own kernels for two kinds of attention, in half precision on CUDA: at most 128 positions with
-    rotary embeddings (puzzles), applied in the same kernel; and spans, that is packed texts (rule M6) and rows of
-    several documents (chat), with heads of 32 or 64, where no token of another span is read: 0.17 ms a layer instead of
-    0.41 for BERT base at a batch of 256. Measured on an H200, they are used with compute capability 9, and elsewhere
-    on request.
-    When wrong: long texts of all lengths in a long run, where flash is used; lengths=bucketed is better for those.
+    Why: torch chooses well except in one case. On an H200 in half precision, it prefers cuDNN's kernel, which takes 88
+    to 130 ms to set up for every new shape. The kernels flash and efficient take no such time, so cuDNN is avoided if
+    every batch has a different length. At 2,048 tokens, cuDNN was 1.5 times as fast as flash, so with few shapes
+    torch's choice and the others are measured. whet has its own kernels for two kinds of attention in half precision
+    on CUDA. One is for at most 128 positions with rotary embeddings (puzzles), which it applies in the same kernel. The
+    other is for spans, that is packed texts (rule M6) and rows of several documents (chat), with a head size of 32 or
+    64. It reads no token of another span: a layer of BERT base took 0.17 ms instead of 0.41 ms with a batch of 256.
+    These were measured on an H200. They are used with compute capability 9, and elsewhere on request.
+    When wrong: long texts of many lengths in a long run, where flash is used; lengths=bucketed is better for those.
     Attention with dropout uses torch's kernels: a pretrained model needs attention_dropout=0 for whet's own.
-    Override: attention=torch (its own choice), cudnn, flash, efficient, math or whet. The CPU has flash and math, MPS
-    has no choice. Training rejects a kernel that its device lacks, one of torch's for a model that does not call
-    scaled_dot_product_attention, and whet for a model without attention of these two kinds.
+    Override: attention=torch (its own choice), cudnn, flash, efficient, math or whet. The CPU has flash and math, and
+    MPS has no choice. Training rejects a kernel that its device lacks, a torch kernel for a model that does not call
+    scaled_dot_product_attention, and whet for a model without either of these kinds of attention.
     Sources: own measurement (H200, torch 2.11; docs/lab.md); torch.nn.attention.sdpa_kernel (2.13).
     """
     device, precision, lengths, workload = context.device_type, context.precision, context.lengths, context.workload
@@ -276,18 +279,18 @@ def choose_attention(context: RuleContext) -> Decision:
 def choose_norms(context: RuleContext) -> Decision:
     """Which kernels compute norms together with adjacent operations: torch's, or whet's own.
 
-    Why: a norm computes little and reads much, so its cost is how often its input goes through memory. whet has its own
-    kernels for three kinds on CUDA in half precision, one forward and one backward, which read and write every
-    number once; means, variances and intermediates are float32. Group norms before SiLU or ReLU in channels_last
-    (Hex), where torch copies to contiguous and back: 140 us forward and backward, torch's compiled 594 us (128
-    channels, 1,024 boards of 13x13, H200). Layer norms of a residual and a linear layer's output with dropout (BERT):
-    95 us, torch's 261 us, compiled 137 us without the gradient of the linear layer's bias (768 wide, 11,900 tokens).
-    Norms of sums without weights (chat, puzzles): 51 us (1,024 wide, 16,384 tokens); not in compiled models, where
-    torch's compiler does the same. They were written for compute capability 9 (H100, H200); elsewhere they must be
-    requested.
+    Why: norms are memory-bound, so their cost is the number of passes over their input. whet has its own kernels for
+    three kinds on CUDA in half precision, one forward and one backward, which read and write every number once. Means,
+    variances and intermediate values are float32. Group norms before SiLU or ReLU in channels_last (Hex), where torch
+    copies to contiguous and back, took 140 us forward and backward, and 594 us with torch.compile (128 channels, 1,024
+    boards of 13x13, H200). Layer norms of a residual plus a linear layer's output with dropout (BERT) took 95 us, and
+    261 us with torch, or 137 us compiled without the gradient of the linear layer's bias (width 768, 11,900 tokens).
+    Norms of sums without weights (chat, puzzles) took 51 us (width 1,024, 16,384 tokens). They are not used in compiled
+    models, where torch's compiler does the same. All were written for compute capability 9 (H100, H200); elsewhere they
+    must be requested.
     When wrong: no slower case is known, but few shapes were measured.
-    Override: norms=torch or norms=whet. whet's kernels need CUDA; group norms need layout=channels_last, all need half
-    precision, and norms of unsupported shapes use torch's kernels.
+    Override: norms=torch or norms=whet. whet's kernels need CUDA and half precision, and its group norms need
+    layout=channels_last. Norms of unsupported shapes use torch's kernels.
     Sources: own measurement (H200, torch 2.11; docs/lab.md).
     """
     device, layout, precision = context.device_type, context.layout, context.precision

@@ -3,19 +3,19 @@
 from whet.base.units import GB, format_bytes
 from whet.plan.rule import Decision, RuleContext, rule
 
-# A dataset below this share of the memory is copied to the device once.
+# A dataset up to this share of the memory is copied to the device once.
 _RESIDENT_SHARE = 0.1
-# macOS spawns workers, and each imports torch again (about 5 s and several hundred MB).
+# On macOS workers are spawned, and each imports torch again (about 5 s and several hundred MB).
 _MAC_WORKERS = 0
 _LINUX_WORKERS = 2
 
 
 @rule("L1", "data_location")
 def choose_data_location(context: RuleContext) -> Decision:
-    """Location of the samples during training: on the device, in host memory, or read by workers.
+    """Where the samples are during training: on the device, in host memory, or in files that workers read.
 
-    Why: a dataset that takes less than a tenth of the memory is copied to the device once; then nothing is copied,
-    pinned or waited for during training. Samples that must be decoded are read by workers.
+    Why: a dataset that takes at most a tenth of the memory is copied to the device once, so that training never waits
+    for a copy and needs no pinned memory. Samples that must be decoded are read by workers.
     When wrong: augmentation on the CPU.
     Override: none yet.
     Sources: hyrax#224 (an epoch went from 1-2 min to 15 s without workers).
@@ -38,11 +38,11 @@ def choose_data_location(context: RuleContext) -> Decision:
 def choose_workers(context: RuleContext) -> Decision:
     """Number of processes that load data ahead.
 
-    Why: workers are for data that must be decoded. macOS starts each with a fresh Python that imports torch again
-    (about 5 s and several hundred MB of the shared memory each), so none there until a measurement shows a gain.
-    Texts are tokenized once, before the first step, in the training run's own process and without threads: they need no
-    workers, no process is forked while a tokenizer has threads, and TOKENIZERS_PARALLELISM makes no difference.
-    When wrong: heavy decoding on a Mac and long runs; many cores and slow decoding elsewhere.
+    Why: workers are for data that must be decoded. On macOS each worker is a new Python process that imports torch
+    again (about 5 s and several hundred MB of the shared memory), so there are none unless a measurement shows a gain.
+    Texts are tokenized once, before the first step, in the process of the training run and without threads. They need
+    no workers, no process is forked while a tokenizer has threads, and TOKENIZERS_PARALLELISM makes no difference.
+    When wrong: heavy decoding in long runs on a Mac; many cores and slow decoding elsewhere.
     Override: workers=N.
     Sources: cvg/Hierarchical-Localization#502; hyrax#224; public advice says 0, 1, 2 and 4.
     """
@@ -67,8 +67,10 @@ def choose_copies(context: RuleContext) -> Decision:
 
     Why: CUDA copies from pinned memory asynchronously, and orders a copy before the kernels that need it. Asynchronous
     copies to MPS have read freed memory. MPS has pinned memory from torch 2.14 on, but 2.14 reuses it too early, and
-    DataLoader leaves it off in 2.15 too; a blocking copy on unified memory costs little. A CPU has nothing to copy.
-    When wrong: never in results; very little host memory on CUDA, a little speed on MPS.
+    DataLoader does not use it in 2.15 either. A blocking copy on unified memory costs little. A CPU has nothing to
+    copy.
+    When wrong: a host with very little memory for pinned buffers on CUDA; a little lost speed on MPS. Results are never
+    affected.
     Override: overrides={"copies": "blocking"}.
     Sources: torch/utils/data/dataloader.py (2.13, 2.15); pytorch/pytorch#86060, #139550, #189690, #181720, #193819.
     """
@@ -85,11 +87,11 @@ def choose_copies(context: RuleContext) -> Decision:
 def choose_worker_start_method(context: RuleContext) -> Decision:
     """Start method of data workers: fork or spawn.
 
-    Why: a forked worker shares the dataset without copying or pickling it, and starts in milliseconds. On macOS a fork
-    after Metal has started aborts or hangs, so workers are spawned there: the dataset must be picklable, and a script
-    needs `if __name__ == "__main__"`.
+    Why: a forked worker shares the dataset without copying or pickling it, and starts in milliseconds. On macOS, a fork
+    after Metal has started aborts or hangs, so workers are spawned there. The dataset must then be picklable, and a
+    script needs `if __name__ == "__main__"`.
     When wrong: datasets that hold threads, locks or open connections, which do not survive a fork.
-    Override: workers=0 reads in this process.
+    Override: none; workers=0 reads in this process.
     Sources: PyTorch documentation, "Multiprocessing best practices"; minimind#852 (a fork on macOS that hung).
     """
     system = context.machine.os.name
@@ -102,7 +104,7 @@ def choose_worker_start_method(context: RuleContext) -> Decision:
 def choose_prefetch(context: RuleContext) -> Decision:
     """Number of global batches that each worker reads ahead.
 
-    Why: two hide uneven times per batch; more only take memory.
+    Why: two batches are enough to hide uneven loading times, and more only take memory.
     When wrong: samples whose decoding times differ greatly.
     Override: none.
     Sources: torch/utils/data/dataloader.py uses 2 as well.

@@ -10,21 +10,21 @@ from whet.plan.rule import Decision, RuleContext, rule
 from whet.plan.setting import Scalar
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
-# Leave 8 % of a card for fragmentation, and a quarter of main memory for the system.
+# Leave 8 % of a card's memory for fragmentation, and a quarter of main memory for the system.
 _CUDA_SHARE = 0.92
 _CPU_SHARE = 0.75
-# Without known activations nothing can be predicted, so start with a small micro-batch.
+# If the size of activations is unknown, memory cannot be predicted, so start with a small micro-batch.
 _UNKNOWN_MEMORY_MICRO_BATCH = 8
 
 
 @rule("M1", "memory_gb")
 def choose_memory(context: RuleContext) -> Decision:
-    """Memory that the run may plan for, in GB of 2**30 bytes.
+    """Memory that the plan may use, in GB of 2**30 bytes.
 
-    Why: on unified memory a step that is too large does not fail, it swaps (BERT on an M1 Max fell from 36 to 3.9
-    sequences per second), and MPS's own limit is above the physical memory. So the plan stays within Metal's
-    recommended working set, and within what is free now. On CUDA 8 % are left for fragmentation, on the CPU a quarter
-    for the system.
+    Why: on unified memory, a step that is too large swaps instead of failing (BERT on an M1 Max fell from 36 to 3.9
+    sequences per second), and the limit of MPS is above the physical memory. So the plan stays within Metal's
+    recommended working set, and within the memory that is free now. On CUDA, 8 % is left for fragmentation; on the CPU,
+    a quarter is left for the system.
     When wrong: other programs start or end after the plan was made.
     Override: memory_gb=N.
     Sources: pytorch/pytorch#105839; lucadiliello/pytorch-apple-silicon-benchmarks; MPSAllocator.mm (torch 2.13).
@@ -46,7 +46,7 @@ def choose_memory(context: RuleContext) -> Decision:
     # Other programs compete for main memory, but rarely for the memory of a discrete GPU.
     if free is not None and device != "cuda" and free < limit:
         limit, reason = float(free), f"only {format_bytes(free)} are free now"
-    # The limit above is that of the device. Divide it among the processes that share the device.
+    # So far this is the limit of the device. Divide it among the processes that share the device.
     sharers = context.processes_per_device
     if sharers > 1:
         limit, reason = limit / sharers, f"{reason}; shared by {sharers} processes"
@@ -57,10 +57,11 @@ def choose_memory(context: RuleContext) -> Decision:
 def choose_activation_checkpointing(context: RuleContext) -> Decision:
     """Whether activations are recomputed in the backward pass instead of being kept.
 
-    Why: it saves memory for about a third more arithmetic, so it is for models of which not even one sample fits; a
-    smaller micro-batch costs less. With BatchNorm it comes first, because splitting the batch changes the statistics.
+    Why: it saves memory at the cost of about a third more arithmetic, so it is for models that do not fit with even one
+    sample, because a smaller micro-batch costs less. With BatchNorm it takes precedence over a smaller micro-batch,
+    because splitting the batch changes the statistics.
     When wrong: when a larger micro-batch would gain more than the repeated forward pass costs. Blocks with BatchNorm
-    are not compiled then: torch's compiler updates their statistics again in the recomputation.
+    are not compiled then, because torch's compiler would update their statistics again in the recomputation.
     Override: activation_checkpointing=on or off.
     Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
@@ -79,18 +80,18 @@ def choose_activation_checkpointing(context: RuleContext) -> Decision:
 
 @rule("M3", "micro_batch")
 def choose_micro_batch(context: RuleContext) -> Decision:
-    """Number of samples of the global batch that go through the model at once; the gradients of all are accumulated.
+    """Number of samples that go through the model at once. Gradients are accumulated over the global batch.
 
-    Why: the whole global batch if it fits, else the fewest equal parts that do: few large kernels keep a GPU busy, and
-    the gradient is the same sum. Losses are summed with the weight of their samples or tokens, so a short last
-    micro-batch has its proper weight. With several processes, each splits its own share. On M1 and M2 with torch up to
-    2.13 a product over more than 32,768 rows gives wrong gradients, so micro-batch times length stays below. The batch
-    is not split where that would change the training: with BatchNorm, and with a loss that is no mean over samples.
-    Parts may have any size: batches that are powers of two gained nothing on a CPU, and widths need to be multiples of
-    8 only (docs/lab.md, 2026-11-18).
-    When wrong: speed often saturates earlier; a smaller micro-batch may be as fast and leave memory free. A head over
-    more than 32,768 tokens sums over them in its backward pass, which no micro-batch avoids: whet computes a head that
-    is an nn.Linear in pieces, and `whet check` detects others.
+    Why: the micro-batch is the whole global batch if it fits, else the largest of equal parts that fits, because few
+    large kernels keep a GPU busy, and the gradient is the same sum. Losses are summed with the weight of their samples
+    or tokens, so a short last micro-batch has its proper weight. With several processes, each splits its own share. On
+    M1 and M2 with torch up to 2.13, a matrix product over more than 32,768 rows gives wrong gradients, so micro-batch
+    times length stays within this limit. The batch is not split if that would change the training, as with BatchNorm,
+    or with a loss that is not a mean over samples. Parts may have any size: batch sizes that are powers of two gained
+    nothing on a CPU, and only widths need to be multiples of 8 (docs/lab.md, 2026-11-18).
+    When wrong: speed often saturates earlier, so a smaller micro-batch may be as fast and leave memory free. A head
+    over more than 32,768 tokens sums over them in its backward pass, with any micro-batch. whet computes a head that is
+    an nn.Linear in pieces, and `whet check` detects others.
     Override: micro_batch=N; the global batch stays the same.
     Sources: pytorch/pytorch#177116, #183535.
     """
@@ -113,7 +114,7 @@ def choose_micro_batch(context: RuleContext) -> Decision:
         evidence["row_limit"] = rows
     # A sample of length L adds L rows to each matrix product.
     most = whole if rows is None else max(1, rows // workload.max_length)
-    # Take the first size that fits, which is the largest. If none fits, take 1; a warning reports it.
+    # Take the first size that fits, which is the largest. If none fits, take 1, which a warning reports.
     fitting = next((n for n in even_splits(whole) if n <= most and (_needed_bytes(context, n) or 0) <= limit), 1)
     evidence["step_bytes"] = _needed_bytes(context, fitting)
     if fitting == whole:
@@ -121,7 +122,7 @@ def choose_micro_batch(context: RuleContext) -> Decision:
     if fitting == 1 and (evidence["step_bytes"] or 0) > limit:
         reason = f"not even one sample fits: {_share_text(context, 1, limit)}"
         return Decision(value=1, reason=reason, evidence=evidence)
-    # Report the limit that applied: the rows, if memory would have allowed a larger micro-batch.
+    # Report the limit that applied, which is the number of rows if memory allows a larger micro-batch.
     if most < whole and (_needed_bytes(context, _largest_even_split(whole, at_most=most)) or 0) <= limit:
         reason = f"more than {rows:,} rows give wrong gradients on this GPU before torch 2.14"
     else:
@@ -133,7 +134,7 @@ def choose_micro_batch(context: RuleContext) -> Decision:
 def choose_eval_batch(context: RuleContext) -> Decision:
     """Number of samples evaluated at once.
 
-    Why: without a backward pass a sample needs a fraction of the memory, so twice the micro-batch is safe; results do
+    Why: without a backward pass, a sample needs a fraction of the memory, so twice the micro-batch is safe. Results do
     not depend on it.
     When wrong: models whose output is much larger than their activations.
     Override: eval_batch=N.
@@ -146,20 +147,21 @@ def choose_eval_batch(context: RuleContext) -> Decision:
 
 @rule("M6", "lengths")
 def choose_lengths(context: RuleContext) -> Decision:
-    """Batching of samples of different lengths.
+    """How samples of different lengths are batched.
 
-    Why: samples of one global batch may be sorted by length before they are split: the step's samples stay the same and
-    padding shrinks. On MPS each new shape adds a compiled graph that is never freed (9 MB grew to 13.7 GB in one epoch
-    of 315 shapes), so lengths are rounded up to four; row counts have three values at most, so a column has twelve
-    shapes in a whole run. Each epoch's event counts them. A model that takes packed samples wastes nothing: on a CPU it
-    took 15.5 s instead of 26.7 s for the same texts. On CUDA attention has a kernel for them in half precision (from
-    torch 2.10 and compute capability 8.0 on). Where steps are captured or compiled, packed batches are filled up to one
-    of about a dozen totals (packed_bucketed) with dummy texts that are ignored: 2 to 6 % more tokens. Models of
-    transformers take padded batches. On a CPU their blocks compute only the real tokens (unpadded), if loss and
-    gradients of the first batch agree with those of the padded computation. Batches padded on the left, or with less
-    than a tenth of padding, are computed with their padding.
-    When wrong: where attention over packed samples is slower than the padding it saves. The lengths of a dataset that
-    is read sample by sample are not known in advance; on MPS pad such samples to few lengths yourself.
+    Why: the samples of a global batch may be sorted by length before they are split, which reduces padding and leaves
+    the samples of the step the same. On MPS, each new shape adds a compiled graph that is never freed (9 MB grew to
+    13.7 GB in one epoch of 315 shapes). So lengths are rounded up to one of four. The number of rows has at most three
+    values, so a column has at most twelve shapes in a whole run. The event of each epoch counts them. A model that
+    accepts packed samples computes no padding: on a CPU it took 15.5 s instead of 26.7 s for the same texts. On CUDA,
+    torch has an attention kernel for packed samples in half precision (from torch 2.10 and compute capability 8.0 on).
+    If steps are captured or compiled, packed batches are filled up to one of about a dozen total lengths
+    (packed_bucketed) with dummy texts that are ignored, which are 2 to 6 % more tokens. Hugging Face Transformers
+    models take padded batches. On a CPU, their blocks compute only the real tokens (unpadded), if loss and gradients of
+    the first batch agree with those of the padded computation. Batches that are padded on the left, or have less than a
+    tenth of padding, are computed with their padding.
+    When wrong: if attention over packed samples costs more than the padding that it saves. The lengths of a dataset
+    that is read sample by sample are not known in advance. On MPS, pad such samples to a few lengths yourself.
     Override: lengths=sorted (also fixed, bucketed, packed, packed_bucketed) where the recipe has that key;
     overrides={"lengths": "fixed"} keeps the padding of a model from Python.
     Sources: docs/lab.md; pytorch/pytorch#181485, #164299, pyg-team/pytorch_geometric#10689.
@@ -183,7 +185,7 @@ def choose_lengths(context: RuleContext) -> Decision:
 
 
 def _choose_padding(context: RuleContext, evidence: Mapping[str, Scalar]) -> Decision:
-    """Decide about padding that the user's code adds. Only the attention mask of a Transformers model shows it."""
+    """Decide whether to skip padding that the user's code adds, which only an attention mask reveals."""
     workload = context.workload
     if not workload.can_unpad:
         obstacle = workload.unpad_obstacle
@@ -203,9 +205,9 @@ def _choose_padding(context: RuleContext, evidence: Mapping[str, Scalar]) -> Dec
 def choose_high_watermark(context: RuleContext) -> Decision:
     """The limit of GPU memory on MPS, as a multiple of the recommended working set.
 
-    Why: torch's own value (1.7) lets a run take more than the physical memory before it fails. At 1.0 an excess is an
-    error that can be caught. Both watermarks must be set: with only a high one below 1.4, the first MPS call aborts.
-    0.0 does not reduce fragmentation; it removes the limit.
+    Why: with torch's default (1.7), a run can take more than the physical memory before it fails. At 1.0, exceeding the
+    working set raises an error that can be caught. Both watermarks must be set: with only a high watermark below 1.4,
+    the first MPS call aborts. 0.0 does not reduce fragmentation, but removes the limit.
     When wrong: a Mac on which nothing else runs and swapping is acceptable.
     Override: PYTORCH_MPS_HIGH_WATERMARK_RATIO and PYTORCH_MPS_LOW_WATERMARK_RATIO in the environment, because torch
     reads them at the first call of MPS. memory_gb=N plans for less.
@@ -221,8 +223,8 @@ def choose_high_watermark(context: RuleContext) -> Decision:
 def choose_low_watermark(context: RuleContext) -> Decision:
     """The share of the recommended working set above which MPS frees cached memory before it allocates more.
 
-    Why: below the high watermark (rule M7), so that memory is freed before the limit is reached. MPS aborts if it is
-    above the high one, and torch's own value (1.4) is above 1.0.
+    Why: it is below the high watermark (rule M7), so that memory is freed before the limit is reached. MPS aborts if
+    the low watermark is above the high one, and torch's default (1.4) is above 1.0.
     When wrong: where freeing and allocating again costs more than the memory is worth.
     Override: PYTORCH_MPS_LOW_WATERMARK_RATIO in the environment, together with PYTORCH_MPS_HIGH_WATERMARK_RATIO.
     Sources: MPSAllocator.mm (torch 2.13).
@@ -237,11 +239,11 @@ def choose_low_watermark(context: RuleContext) -> Decision:
 def choose_empty_cache(context: RuleContext) -> Decision:
     """When cached memory is returned to the system.
 
-    Why: it waits for the GPU and discards buffers that the next step needs; on MPS it also drops compiled graphs
-    (from torch 2.13 on), which bounds their growth. Once an epoch has no measurable cost. With varying shapes, the
-    driver of a Mac has held 72 GB beside 6.7 GB of tensors within five steps, and steps took 12 times as long: so
-    the memory is also returned as soon as the driver holds three times the peak of the tensors and 1 GiB more, for at
-    most a twentieth of the time. The log says what that cost.
+    Why: returning it waits for the GPU, and discards buffers that the next step needs. On MPS it also drops compiled
+    graphs (from torch 2.13 on), which bounds their growth. Once an epoch, it has no measurable cost. With varying
+    shapes, the driver of a Mac held 72 GB for 6.7 GB of tensors within five steps, and steps took 12 times as long. So
+    the memory is also returned as soon as the driver holds 1 GiB more than three times the peak of the tensors, for at
+    most a twentieth of the time. The log reports the cost.
     When wrong: where another library in the same process holds GPU memory that torch cannot return.
     Override: none.
     Sources: pytorch/pytorch#165522, #181485; kyutai-labs/pocket-tts#255; public advice calls it at every log line.
@@ -254,15 +256,15 @@ def choose_empty_cache(context: RuleContext) -> Decision:
 
 @rule("M9", "freed_memory")
 def choose_freed_memory(context: RuleContext) -> Decision:
-    """Whether the C library keeps what a step on a CPU has freed for the next one, or returns it to the system.
+    """Whether the C library keeps memory that a step on a CPU has freed for the next step, or returns it to the system.
 
-    Why: a step allocates what the last one freed. glibc returns large blocks at once, so that each of their pages is
-    faulted in and zeroed again, a thousand in a step of 70 ms. Kept, steps took 0.97 of the time for text,
-    0.98 for chat and 0.78 for a small Hex net on two cores, with the same peak memory and the same bits. After
-    the training run, and when memory runs out, it is returned. GPUs have caches of their own.
-    When wrong: an evaluation that needs far more memory than a step, on a shared machine; steps of very
-    different sizes, whose free blocks do not fit the next one: with layers of up to 200 MB that varied a thousandfold
-    from step to step, a peak of 1.1 GB became 1.2 to 1.5 GB. Blocks of over 256 MB are always returned.
+    Why: each step allocates again what the last one freed. glibc returns large blocks at once, so their pages are
+    faulted in and zeroed again, a thousand in a step of 70 ms. With kept memory, steps took 0.97 of the time for text,
+    0.98 for chat and 0.78 for a small Hex net on two cores, with the same peak memory and bit-identical results. The
+    memory is returned after the training run, and when memory runs out. GPUs have their own caches.
+    When wrong: an evaluation on a shared machine that needs far more memory than a step; steps of very different sizes,
+    whose free blocks do not fit the next step. With layers of up to 200 MB that varied a thousandfold from step to
+    step, a peak of 1.1 GB became 1.2 to 1.5 GB. Blocks of over 256 MB are always returned.
     Override: freed_memory=returned, also when a run is resumed; or MALLOC_TRIM_THRESHOLD_ and related variables, or
     GLIBC_TUNABLES, in the environment, which are respected.
     Sources: glibc manual, "Malloc Tunable Parameters"; own measurement (docs/lab.md).
@@ -290,7 +292,7 @@ def _limit_bytes(context: RuleContext) -> int | None:
 
 
 def _needed_bytes(context: RuleContext, micro_batch: int) -> int | None:
-    # While activation_checkpointing is still undecided, predict the step without it.
+    # Until activation_checkpointing is decided, predict the step without it.
     is_decided = "activation_checkpointing" in context.settings
     return predict_memory(
         context.workload,
@@ -307,5 +309,5 @@ def _share_text(context: RuleContext, micro_batch: int, limit: int) -> str:
 
 
 def _row_limit(context: RuleContext) -> int | None:
-    """Return the maximum rows of a matrix product with correct gradients, or None if no limit is known."""
+    """Return the maximum number of rows of a matrix product with correct gradients, or None if there is no limit."""
     return ROW_LIMIT if has_row_limit(context.machine, context.device_type) else None

@@ -1,4 +1,4 @@
-"""Rules for the number format in which the model computes."""
+"""Rules for the precision in which the model computes."""
 
 from whet.plan.rule import Decision, RuleContext, rule
 
@@ -10,12 +10,12 @@ _TF32_CAPABILITY = 8.0
 def choose_precision(context: RuleContext) -> Decision:
     """The number format of matrix products: fp32, tf32, bf16 or fp16; weights and optimizer state stay float32.
 
-    Why: half precision is not always faster. On MPS it ran from 17 % slower to 31 % faster, depending on chip
-    and model. On a CPU with native bf16 a product was 2.8 times faster, without it 60 to 100 times slower. So fp32
-    is used until a measurement shows a gain, and loss and gradients agree. Where CUDA's tensor cores take float32
-    inputs (capability 8.0 and later), tf32 is used: the range of float32, 10 bits of mantissa inside the product,
-    float32 sums.
-    When wrong: large matrix-bound models on CUDA and on M5, where bf16 often wins.
+    Why: half precision is not always faster. On MPS it was between 17 % slower and 31 % faster, depending on chip and
+    model. A bf16 product on a CPU was 2.8 times faster with native bf16, and 60 to 100 times slower without. So fp32 is
+    used until a measurement shows a gain, and loss and gradients agree. On CUDA with compute capability 8.0 or later,
+    tf32 is used, because tensor cores accept float32 inputs there: it has the range of float32, a mantissa of 10 bits
+    for the inputs of a product, and float32 sums.
+    When wrong: large models on CUDA or M5 that are dominated by matrix products, where bf16 is often faster.
     Override: precision=bf16 (also fp32, tf32, fp16); forward_dtype=bfloat16 is understood.
     Sources: xiaoran007/GPU-Insights benchmark data 2025; minimind#852; nanochat#685; own
     measurements of bf16 and fp16 on AVX2 and AVX512-BF16.
@@ -36,7 +36,7 @@ def choose_precision(context: RuleContext) -> Decision:
             reason="half precision is faster on some chips and slower on others; not measured yet",
             evidence={"gpu_family": capability},
         )
-    # The value is fp32 in each case below. The reason says whether measuring bf16 is worthwhile.
+    # The value is fp32 in all of these cases. The reason tells whether measuring bf16 is worthwhile.
     has_bf16 = context.machine.cpu.has_bf16
     reason = {
         True: "the cores have bf16, but it has not been measured yet",
@@ -50,9 +50,9 @@ def choose_precision(context: RuleContext) -> Decision:
 def choose_loss_scaling(context: RuleContext) -> Decision:
     """Whether the loss is scaled before the backward pass.
 
-    Why: only fp16 needs it, because its smallest numbers are about 6e-8; bf16 has the range of float32. On MPS a scaler
-    with a fused optimizer is correct from torch 2.13 on; before, the optimizer ignored the scale, so whet's own
-    optimizer is not fused then (rule K1), and your fused optimizer, or weights in half precision, are rejected.
+    Why: only fp16 needs it, because its smallest numbers are about 6e-8. bf16 has the range of float32. On MPS, a
+    scaler with a fused optimizer is correct from torch 2.13 on. Earlier releases ignore the scale, so with them whet's
+    own optimizer is not fused (rule K1), and your fused optimizer or weights in half precision are rejected.
     When wrong: an fp16 model whose gradients are known to be large.
     Override: choose another precision.
     Sources: pytorch/pytorch#186360, #184286, #150255.

@@ -1,4 +1,4 @@
-"""Rules for the checks before the first step."""
+"""Rules for the checks before the first step, and for what they can change."""
 
 from whet.plan.rule import Decision, RuleContext, rule
 
@@ -7,10 +7,10 @@ from whet.plan.rule import Decision, RuleContext, rule
 def choose_verify(context: RuleContext) -> Decision:
     """Whether the model is verified before the first step: on (once for the same model on this machine), always, off.
 
-    Why: wrong results of a device raise no error. On MPS and CUDA, loss and gradients of a tiny batch are compared
-    with the CPU's, and computed twice to see whether the bits repeat; a model with `outputs` is checked for causality
-    on every device. It takes a second or two for small models, does not affect training, and a pass is remembered.
-    A compiled model is compared with its eager code on every device, each time (rule K2).
+    Why: a device can compute wrong results without an error. On MPS and CUDA, loss and gradients of a tiny batch are
+    compared with those of the CPU, and computed twice to see whether the bits repeat. A model with `outputs` is checked
+    for causality on every device. This takes a second or two for small models, does not affect training, and a pass is
+    remembered. A compiled model is compared with its eager code on every device, each time (rule K2).
     When wrong: a large model whose first step cannot wait for the CPU.
     Override: verify=off, or verify=always; also when a run is resumed.
     Sources: pytorch/pytorch#195910, #177116, #192212; docs/verify.md.
@@ -22,11 +22,11 @@ def choose_verify(context: RuleContext) -> Decision:
 
 @rule("V2", "causal_mask")
 def choose_causal_mask(context: RuleContext) -> Decision:
-    """How causal attention is requested: by the flag is_causal as the model does, or by an explicit mask instead.
+    """How causal attention is requested: by the flag is_causal, as the model does, or by an explicit mask.
 
-    Why: the flag is faster and needs no mask in memory. In half precision on MPS it has let positions attend to later
-    ones; the check before the first step detects that, and the run then uses masks and reports it.
-    When wrong: where the check cannot see a leak: a model without `outputs`.
+    Why: the flag is faster and needs no mask in memory. In half precision on MPS, it has let positions attend to later
+    ones. The check before the first step detects this, and the run then uses masks and reports it.
+    When wrong: a model without `outputs`, for which the check cannot detect a leak.
     Override: causal_mask=explicit.
     Sources: pytorch/pytorch#195910.
     """
