@@ -14,17 +14,17 @@ from whet.machine.load import ThreadTimes, thread_times
 
 READ_EVERY_SECONDS = 0.25
 MAX_WAITING_SHARE = 0.1
-"""If the training thread is runnable without a core for more than this share of its time, threads stop spinning.
+"""Maximum share of time that the training thread may wait for a core before threads stop spinning.
 
 On two cores, one other busy process raises the share to about a third. On an idle machine it is below a hundredth.
 """
 MAX_WAKE_SECONDS = 100e-6
-"""If the training thread waits longer than this for a core after a wakeup, on average, threads keep sleeping.
+"""Maximum mean wait for a core after a wakeup at which sleeping threads may spin again.
 
-On an idle machine it waits a few microseconds. On two cores with a load average of 14, it waits 170 to 410.
+On an idle machine it is a few microseconds. On two cores with a load of 14, it is 170 to 410 microseconds.
 """
 MIN_SLEEPING_SECONDS, MAX_SLEEPING_SECONDS = 30.0, 480.0
-"""Limits of the time that threads sleep before they try to spin again. It doubles if the cores are still busy."""
+"""Minimum and maximum time that threads sleep before they spin again. It doubles if the cores are still busy."""
 
 
 class ContentionWatch:

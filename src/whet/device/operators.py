@@ -64,7 +64,7 @@ class OperatorEntry:
 
 @dataclass(frozen=True, slots=True)
 class OperatorStatus:
-    """How a backend runs an operator."""
+    """The implementation of an operator on a backend."""
 
     kind: StatusKind
     """One of five cases.
@@ -194,7 +194,7 @@ def mps_releases() -> dict[Release, MpsOperators]:
 
 
 def parse_release(text: str) -> Release:
-    """Return the major and minor number of a torch version. "2.15", "2.15.0" and "2.15.0+cpu" give the same result.
+    """Return the major and minor number of a torch version. They are the same for "2.15", "2.15.0" and "2.15.0+cpu".
 
     >>> parse_release("2.15.0+cpu")
     (2, 15)

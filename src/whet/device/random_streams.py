@@ -191,8 +191,8 @@ class _TorchGenerator(_AbstractGenerator):
 class _PythonGenerator(_AbstractGenerator):
     def __init__(self) -> None:
         # random.getstate() takes 10 us, so read the memory of the object instead. CPython stores the index and 624
-        # state words after the object header. If they differ from getstate(), the layout is another one, and
-        # fingerprints use getstate().
+        # state words after the object header. If they do not match getstate(), the layout is different, so
+        # `fingerprint` calls getstate().
         self._words: ctypes.Array[ctypes.c_uint32] | None = None
         own = random._inst
         if type(own).__sizeof__(own) >= object.__basicsize__ + 4 * 625:

@@ -36,7 +36,7 @@ def preserve_rng(device: AbstractDevice) -> Iterator[None]:
 
 
 def get_torch_rng(device: AbstractDevice) -> tuple[Tensor, Tensor | None]:
-    """Return the states of torch's CPU generator and of the device's generator, or None if it has none."""
+    """Return the states of torch's CPU generator and of the device's generator. The second is None if it has none."""
     return torch.get_rng_state(), None if device.generator is None else device.generator.get_state()
 
 

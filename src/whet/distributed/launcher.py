@@ -20,7 +20,7 @@ _SHUTDOWN_SECONDS = 120
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchResult:
-    """How a launch has ended."""
+    """The outcome of a launch."""
 
     code: int
     """The exit code of the rank that failed first (negative signal number if killed), or 0 if all ranks succeeded.

@@ -48,7 +48,7 @@ class RankStore:
         return self._ranks.size
 
     def next_turn(self) -> int:
-        """Return the number of calls so far. Ranks use it to create matching message names."""
+        """Return the number of this call, counted from 1. Ranks use it to create matching message names."""
         self._turn += 1
         return self._turn
 
@@ -84,7 +84,7 @@ class RankStore:
             pause = min(2 * pause, _MAX_POLL_SECONDS)
 
     def drop(self, name: str) -> None:
-        """Delete a message. All ranks must have read it."""
+        """Delete a message. Call this only after all ranks have read it."""
         with self._lock:
             self._store.delete_key(name)
 

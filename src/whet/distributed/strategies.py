@@ -34,7 +34,7 @@ class RetryStepError(Exception):
 
 
 class ParallelStrategy:
-    """How ranks compute a step together. The base class is for a single process."""
+    """The way in which ranks compute a step together. The base class is for a single process."""
 
     is_single_process = True
     has_full_model = True

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 ELEMENTS_PER_WARP = 2048
-"""64 elements per thread, so that its registers can hold them and their gradients without spilling."""
+"""Elements per warp: 64 for each thread, whose registers can hold them and their gradients without spilling."""
 
 
 @triton.jit

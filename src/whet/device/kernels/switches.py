@@ -17,7 +17,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 _SWITCHES = {"attention": False, "norms": False, "gates": False}
 
-# In torch's order of preference. `prefer_sdpa_kernel` depends on it.
+# In torch's order of preference. `prefer_sdpa_kernel` depends on this order.
 _SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,

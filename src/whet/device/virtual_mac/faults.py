@@ -215,7 +215,7 @@ def reduces_over(size: int) -> When:
 
 
 def has_strided_weight(_x: "torch.Tensor", weight: "torch.Tensor", *_bias: "torch.Tensor") -> bool:
-    """Return whether the weight is not contiguous. A condition for convolutions (pytorch#192212)."""
+    """Return whether the weight is not contiguous. Use this as a condition for convolutions (pytorch#192212)."""
     return not weight.is_contiguous()
 
 
@@ -233,7 +233,7 @@ def _push(into: dict[object, T], value: T, apply: Callable[[Any], object] = lamb
 
 
 def _thermal() -> str:
-    """Return the thermal state: "heavy" at the full slowdown, as macOS reports it, and "moderate" below that."""
+    """Return the thermal state: "heavy" at the full slowdown, "moderate" below it, "nominal" without a slowdown."""
     now, full = native().slowdown_now(), max(heat.slowdown for heat in _heats)
     return "nominal" if now <= 1 else "moderate" if now < full else "heavy"
 

@@ -61,7 +61,10 @@ class Stats:
     reserved: int
     """Memory of the heaps that Metal would allocate."""
     graph_cache_entries: int
-    """Number of graphs that MPSGraph would cache until `empty_cache()`, one for each operator, shapes and dtypes."""
+    """Number of graphs that MPSGraph would cache until `empty_cache()`.
+
+    It caches one graph per combination of operator, shapes and dtypes.
+    """
     graph_cache_bytes: int
     """Host memory of these graphs, by default 55 KB each. torch has no counter for it."""
     fallbacks: Mapping[str, FallbackStats]
@@ -298,7 +301,7 @@ def _stream_patches() -> list[tuple[Any, str, Any]]:
 
     def make(cls: type, *_args: object, stream_id: int | None = None, **_kwargs: object) -> Any:
         stream: Any = object.__new__(cls)
-        # Do not set an attribute `stream_id`, because torch's class has a read-only property of this name.
+        # The attribute must not be named `stream_id`, because torch's class has a property of that name.
         stream.__dict__["_number"] = next(pool) if stream_id is None else stream_id
         return stream
 

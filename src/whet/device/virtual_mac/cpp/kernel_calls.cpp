@@ -12,7 +12,7 @@ constexpr int64_t kBytesPerGraph = 55'000;
 
 struct Graphs {
   std::mutex mutex;
-  std::unordered_map<size_t, std::string> held;  // by hash of the key, the memory that is really allocated
+  std::unordered_map<size_t, std::string> held;  // from the hash of a graph's key to memory allocated for the graph
   int64_t bytes = 0;
   int64_t hold_per_graph = 0;
 };

@@ -149,7 +149,7 @@ class HostMemory final : public c10::DeviceAllocator {
     return high_ == 0 ? SIZE_MAX : static_cast<size_t>(high_ * static_cast<double>(settings().recommended_bytes));
   }
 
-  // MPS checks the size of the buffer, not of the heap that it allocates for it, so a heap may exceed the limit.
+  // MPS checks the size of the buffer, not that of a new heap for it, so a heap may exceed the limit.
   bool is_over_limit(const Pool& pool, size_t size) const {
     return reserved() + held_by_others_ + (growth(pool, size) ? size : 0) > limit();
   }
