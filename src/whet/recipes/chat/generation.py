@@ -1,4 +1,4 @@
-"""Generate tokens for a batch of prompts: sampling, the key-value cache and the decoding loop."""
+"""Generate tokens for a batch of prompts: key-value cache, sampling and decoding loop."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from whet.recipes.chat.model import CausalModel
 
 
 class PreallocatedCache:
-    """Keys and values of earlier positions, for each attention that a token passes through.
+    """A cache of the keys and values of earlier positions, with one entry per application of an attention layer.
 
-    A recursive model applies the same weights many times, each time to other states, so every application has separate
-    keys and values. No other state has to be cached: the states of a position always start from the same vectors. The
-    rows of a batch may be at different positions.
+    A recursive model applies the same weights many times to different states, so every application has separate keys
+    and values. Nothing else has to be cached, because the states of all positions start from the same vectors. The rows
+    of a batch may be at different positions.
     """
 
     def __init__(self, context_length: int) -> None:
@@ -27,12 +27,12 @@ class PreallocatedCache:
         self._num_keys = 0
 
     def expect(self, positions: Tensor, *, num_keys: int) -> None:
-        """Prepare for a forward pass: set the positions of its tokens, (B, S), and the number of visible positions."""
+        """Prepare for a forward pass. Set the positions of its tokens, (B, S), and the number of visible positions."""
         self._positions, self._num_keys = positions, num_keys
         self._next = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the next attention; return those of all positions."""
+        """Store the keys and values of the next attention layer. Return those of all visible positions."""
         assert self._positions is not None
         if self._next == len(self._layers):
             self._layers.append((self._allocate(keys), self._allocate(values)))
@@ -50,7 +50,7 @@ class PreallocatedCache:
 
     def _allocate(self, like: Tensor) -> Tensor:
         rows, heads, _, size = like.shape
-        # Use zeros, not empty memory: a masked position could hold NaN, and 0 * NaN is NaN.
+        # Use zeros instead of uninitialized memory, because a masked position could hold NaN, and 0 * NaN is NaN.
         return torch.zeros(rows, heads, self._context_length, size, dtype=like.dtype, device=like.device)
 
 
@@ -59,14 +59,14 @@ class PreallocatedCache:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """The parameters for sampling the next token."""
+    """Parameters for sampling the next token."""
 
     temperature: float = 0.7
-    """Divides the logits; 0 selects the most likely token."""
+    """Divisor of the logits. 0 selects the most likely token."""
     top_k: int = 50
-    """Sample from this many most likely tokens; 0 samples from all."""
+    """Number of most likely tokens to sample from. 0 means all."""
     top_p: float = 0.9
-    """Sample from the smallest set of most likely tokens with this total probability; 1 for all."""
+    """Sample from the smallest set of most likely tokens with at least this total probability. 1 means all tokens."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Sampling:
                 raise UsageError(f"{name} must be {rule}", got=value, try_=f"{name} {default}")
 
     def generator(self) -> Random:
-        """Return the random generator of one row, which does not depend on the rest of the batch."""
+        """Create the random generator of one row, which does not depend on the rest of the batch."""
         return Random(self.seed)
 
 
@@ -88,11 +88,11 @@ _DEFAULT_SAMPLING = Sampling()
 
 
 def sample_token(logits: Tensor, sampling: Sampling, generator: Random) -> int:
-    """Choose the next token from its logits, (V) on the CPU."""
+    """Choose the next token from its logits, (V,) on the CPU."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     ids, probabilities = distribution(logits, sampling)
-    # Inverse transform sampling. Clamp the index, because rounding may lead beyond the last token.
+    # Inverse transform sampling. Clamp the index, because a rounding error may lead past the last token.
     index = int(torch.searchsorted(probabilities.cumsum(0), generator.random(), right=True))
     return int(ids[min(index, len(ids) - 1)])
 
@@ -100,12 +100,12 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: Random) -> int:
 def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Return the candidate tokens, most likely first, and their probabilities in float64.
 
-    Top-k is applied first, then top-p. The token that crosses the top-p threshold is included.
+    Top-k is applied before top-p. The token that crosses the top-p threshold is included.
     """
     scores, ids = logits.double().sort(descending=True, stable=True)
     num_allowed = int((scores > -torch.inf).sum())
     count = min(sampling.top_k, num_allowed) if sampling.top_k else num_allowed
-    # Subtract the largest score: with a tiny temperature, absolute scores would overflow to infinity.
+    # Subtract the largest score first. Otherwise, dividing by a tiny temperature would overflow to infinity.
     probabilities = ((scores[:count] - scores[0]) / sampling.temperature).softmax(0)
     if sampling.top_p < 1:
         before = probabilities.cumsum(0) - probabilities
@@ -115,7 +115,7 @@ def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 
 def mask_tokens(logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Return the logits with these tokens set to minus infinity."""
+    """Return a copy of the logits, (..., V), with these tokens set to minus infinity."""
     logits = logits.clone()
     logits[..., list(ids)] = -torch.inf
     return logits
@@ -126,7 +126,7 @@ def mask_tokens(logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """One row of a batch: its prompt, and how to continue it."""
+    """One row of a batch: a prompt, and how to continue it."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -135,14 +135,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingRules:
-    """Rules that apply to all rows."""
+    """Decoding rules that apply to all rows."""
 
     stops: frozenset[int]
-    """Tokens that end an answer and are not part of it."""
+    """Tokens that end an answer. They are not part of it."""
     forbidden: tuple[int, ...]
-    """Tokens that are never generated: padding and the starts of turns."""
+    """Tokens that are never generated, such as padding and the starts of turns."""
     context_length: int
-    """The maximum number of tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +152,13 @@ class GeneratedToken:
     row: int
     token: int | None
     finish_reason: str | None = None
-    """Either "stop" (the answer is complete) or "length" (it reached max_new_tokens or the context length)."""
+    """At the end, "stop" (the answer is complete) or "length" (it reached max_new_tokens or the context length)."""
 
 
 def generate(
     model: CausalModel, requests: Sequence[GenerationRequest], rules: DecodingRules
 ) -> Iterator[GeneratedToken]:
-    """Yield tokens as they are generated. Every row ends with a finish reason. Stop iterating to cancel."""
+    """Yield tokens as they are generated. Each row ends with a finish reason. Stop iterating to cancel."""
     _check_prompts(requests, rules)
     lengths = [len(request.prompt) for request in requests]
     generators = [request.sampling.generator() for request in requests]
@@ -168,12 +168,12 @@ def generate(
     rows = [row for row, request in enumerate(requests) if request.max_new_tokens]
     if not rows:
         return
-    # Allocate for the longest row only: prompt and answer, limited by the context length.
+    # Allocate memory for the longest possible row, which is usually shorter than the context length.
     cache = PreallocatedCache(
         max(min(rules.context_length, lengths[row] + requests[row].max_new_tokens) for row in rows)
     )
     device = next(model.parameters()).device
-    # The first pass reads the prompts. Each later pass reads only the token that was generated last.
+    # The first pass processes the prompts. Each later pass processes only the latest token of each row.
     tokens, positions = _pad_prompts([requests[row].prompt for row in rows], device)
     last = torch.tensor([lengths[row] - 1 for row in rows], device=device)
     num_generated = 0
@@ -205,7 +205,7 @@ def generate(
 def _next_logits(
     model: CausalModel, cache: PreallocatedCache, tokens: Tensor, positions: Tensor, last: Tensor
 ) -> Tensor:
-    """Return the logits after index `last` of each row, (B, V), on the CPU."""
+    """Return the logits of the token after index `last` of each row, (B, V) in float32 on the CPU."""
     num_keys = int(positions.max()) + 1
     cache.expect(positions, num_keys=num_keys)
     states = model.forward_cached(tokens, positions, cache=cache, num_keys=num_keys)
@@ -213,7 +213,7 @@ def _next_logits(
 
 
 def _pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the prompts and their positions, padded on the right, where no real token attends to the padding."""
+    """Return the prompts and their positions, (B, S). Padding is on the right, where no real token attends to it."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     return tokens, torch.arange(longest, device=device).expand(len(prompts), -1)

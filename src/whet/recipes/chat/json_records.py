@@ -26,7 +26,7 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 
 @contextmanager
 def open_stream(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading and decompress it if its first bytes show a compressed format."""
+    """Open a file for reading. Decompress it if its first bytes are those of a compressed format."""
     try:
         with open_regular_file(path, follows_links=True) as file:
             start = file.read(6)
@@ -60,7 +60,7 @@ def _decompress(file: IO[bytes], start: bytes, path: Path) -> IO[bytes]:
 
 
 def _zstd(file: IO[bytes], path: Path) -> IO[bytes]:
-    # The standard library reads Zstandard since Python 3.14. pyarrow, an optional dependency, does so for all versions.
+    # The standard library supports Zstandard since Python 3.14. Before that, use pyarrow, an optional dependency.
     library: Any
     try:
         library = importlib.import_module("compression.zstd")
@@ -79,7 +79,7 @@ def _zstd(file: IO[bytes], path: Path) -> IO[bytes]:
 
 
 MAX_RECORD_BYTES = 64 * 1024**2
-"""The size limit of a record, which bounds memory. Conversations are shorter."""
+"""Maximum size of a record, which bounds memory. Conversations are much shorter."""
 
 _CHUNK = 1024**2
 _BOM = codecs.BOM_UTF8
@@ -89,13 +89,13 @@ _JSON_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|["{}\[\],]', re.DOTALL)
 
 
 class Record(NamedTuple):
-    """One record of a file."""
+    """A record of a file, parsed or not."""
 
     number: int
-    """The line number, or the index in the array, from 1."""
+    """The line number, or the index in the array, counted from 1."""
     value: Any = None
     error: str = ""
-    """The reason why the record could not be parsed."""
+    """The reason why the record could not be parsed, or empty."""
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -137,7 +137,7 @@ def _read_lines(head: bytes, stream: IO[bytes]) -> Iterator[Record]:
 
 
 def _lines(head: bytes, stream: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield lines and whether each is complete. A line over the size limit is replaced with an empty one."""
+    """Yield lines, and whether each is complete. A line over the size limit is replaced by an empty one."""
     rest, is_whole = b"", True
     for chunk in _chunks(head, stream):
         *lines, tail = chunk.split(b"\n")
@@ -163,10 +163,10 @@ def _chunks(head: bytes, stream: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Window:
-    """A sliding window over a long text."""
+    """A sliding window over the decoded text of a stream."""
 
     def __init__(self, head: bytes, stream: IO[bytes]) -> None:
-        # Decode invalid UTF-8 as lone surrogates, so that only the affected record is rejected, not the whole file.
+        # Decode invalid UTF-8 as lone surrogates, so that only the affected record is rejected.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
         self._stream = stream
         self.text = self._decoder.decode(head)
@@ -174,16 +174,16 @@ class _Window:
         self.is_last = False
 
     def read_more(self) -> bool:
-        """Drop the text before `at` and read at least as much again; return False at the end of the file."""
+        """Drop the text before `at` and read at least as much as remains. Return False at the end of the file."""
         kept = self.text[self.at :]
-        # Doubling the window keeps the total cost of parsing a long element linear.
+        # Doubling the window keeps the total cost of parsing a long element linear in its length.
         read = self._stream.read(max(_CHUNK, len(kept)))
         self.is_last = not read
         self.text, self.at = kept + self._decoder.decode(read, final=self.is_last), 0
         return not self.is_last
 
     def peek(self) -> str:
-        """Skip whitespace and return the next character without consuming it; empty at the end."""
+        """Skip whitespace and return the next character without consuming it, or an empty string at the end."""
         while True:
             space = _SPACE.match(self.text, self.at)
             self.at = space.end() if space else self.at
@@ -216,7 +216,7 @@ def _read_array(head: bytes, stream: IO[bytes], path: Path) -> Iterator[Record]:
 
 
 def _element(window: _Window, number: int, path: Path) -> Record:
-    """Parse the element at the position of the window and advance past it."""
+    """Parse the element at the position of the window, and advance past it."""
     window.peek()
     while True:
         error_text = ""
@@ -243,7 +243,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def _end_of_element(text: str, start: int) -> int | None:
-    """Return the end of an invalid element, found by its brackets; None if it lies beyond the text."""
+    """Find the end of an invalid element by its brackets. Return None if it is not within the text."""
     open_brackets: list[str] = []
     for match in _JSON_TOKEN.finditer(text, start):
         char = match[0]
@@ -254,7 +254,7 @@ def _end_of_element(text: str, start: int) -> int | None:
         elif char in "}]":
             if char not in open_brackets:
                 return match.start()
-            # Discard brackets that were opened since then and never closed.
+            # Discard brackets that were opened after the matching one and never closed.
             while open_brackets.pop() != char:
                 pass
         elif char == "," and not open_brackets:

@@ -21,16 +21,16 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 class SplitFacts(FrozenModel):
     conversations: int = 0
     documents: int = 0
-    """Conversations, or segments of long conversations. Attention does not cross documents."""
+    """Number of conversations, or segments of long conversations. Attention does not cross documents."""
     rows: int = 0
-    """Rows of up to `max_length` tokens, packed with documents."""
+    """Number of rows of up to `max_length` tokens, into which the documents are packed."""
     tokens: int = 0
     loss_tokens: int = 0
-    """Tokens that the loss includes."""
+    """Number of tokens that the loss includes."""
     loss_bytes: int = 0
-    """Bytes of the text of the loss tokens: bits per byte = nats of a split / ln 2 / loss_bytes."""
+    """Number of bytes of the text of the loss tokens. Bits per byte = nats of a split / ln 2 / loss_bytes."""
     longest: int = 0
-    """Tokens of the longest document."""
+    """Number of tokens of the longest document."""
 
 
 class ChatFile(FrozenModel):
@@ -41,21 +41,21 @@ class ChatFile(FrozenModel):
 
 
 class ChatManifest(FrozenModel):
-    """The contents of manifest.json. The same input, options and seed give the same manifest."""
+    """The contents of manifest.json. It is deterministic for the same input, options and seed."""
 
     format: str = FORMAT
     sources: tuple[dict[str, Any], ...]
-    """The input files: name, bytes, sha256, format."""
+    """Name, bytes, sha256 and format of each input file."""
     options: dict[str, Any]
-    """The options of `whet data chat`."""
+    """Options of `whet data chat`."""
     template: str
     loss: Loss
     max_length: int
     tokenizer: str
-    """The --tokenizer option. The tokenizer itself is in tokenizer.json."""
+    """Value of --tokenizer. The tokenizer itself is in tokenizer.json."""
     vocab_size: int
     marks: dict[str, int]
-    """The ids of padding, the end of a turn, and the start of a turn of each role."""
+    """Token ids of padding, the end of a turn, and the start of a turn of each role."""
     token_type: Literal["<u2", "<u4"]
     splits: dict[Split, SplitFacts]
     counts: dict[str, Any]
@@ -64,7 +64,7 @@ class ChatManifest(FrozenModel):
 
 
 def hash_file(path: Path) -> ChatFile:
-    """Return the size and hash of a file."""
+    """Return the size and SHA-256 hash of a file."""
     digest, size = hashlib.sha256(), 0
     with open_regular_file(path, follows_links=True) as file:
         while chunk := file.read(1024**2):
@@ -74,7 +74,7 @@ def hash_file(path: Path) -> ChatFile:
 
 
 def read_manifest(folder: Path) -> ChatManifest:
-    """Read the manifest of a folder that `whet data chat` wrote."""
+    """Read the manifest of a folder that `whet data chat` wrote. Raise UsageError if there is none."""
     path = folder / MANIFEST
     try:
         read = json.loads(read_regular_file(path, follows_links=True))
@@ -106,7 +106,7 @@ _NOTES = {
 
 
 def summary_lines(manifest: ChatManifest, folder: Path) -> tuple[str, ...]:
-    """Return the report of `whet data chat`: the input, the output, and the next command."""
+    """Return the lines that `whet data chat` prints: the input, the output, and the next command."""
     counts = manifest.counts
     read = ", ".join(f"{source['name']} ({source['format']})" for source in manifest.sources)
     rows = [("read", f"{format_plural(counts['conversations'], 'conversation')}: {read}")]

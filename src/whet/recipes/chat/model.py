@@ -1,4 +1,4 @@
-"""Causal language models, recursive (trm) and plain (gpt), with their loss.
+"""Causal language models, recursive (trm) and plain (gpt), and their loss.
 
 Shapes: B rows, S positions, W width, V tokens of the vocabulary.
 """
@@ -29,9 +29,9 @@ from whet.recipes.layers import (
 
 
 def document_attention(is_start: Tensor, *, head_size: int, like: Tensor) -> AttentionArgs:
-    """Let each position attend to earlier positions of its document. Positions count from the start of the document.
+    """Return arguments with which each position attends to itself and the earlier positions of its document.
 
-    `is_start` is (B, S), true where a document begins. Padding is a separate document at the end of a row. `like` has
+    `is_start`, (B, S), is true where a document begins. Padding is a separate document at the end of a row. `like` has
     the dtype and device of the computation.
     """
     document = is_start.cumsum(1)
@@ -47,10 +47,10 @@ def document_attention(is_start: Tensor, *, head_size: int, like: Tensor) -> Att
 
 
 def _spans(document: Tensor) -> Spans:
-    """Return the documents of all rows, concatenated. `document` numbers them within each row, (B, S)."""
+    """Return the spans of documents in the concatenated rows. `document`, (B, S), numbers them within each row."""
     rows, length = document.shape
     before = length * torch.arange(rows, device=document.device)[:, None]
-    # Document numbers ascend within a row, so a binary search finds the first and last position of each document.
+    # Document numbers ascend within a row, so binary search finds the first and last position of each document.
     firsts, lasts = (torch.searchsorted(document, document, right=is_end) + before for is_end in (False, True))
     return Spans.of(firsts.flatten(), lasts.flatten())
 
@@ -58,7 +58,10 @@ def _spans(document: Tensor) -> Spans:
 def cached_attention(
     positions: Tensor, num_keys: int, *, cache: KeyValueCache | None, head_size: int, dtype: torch.dtype
 ) -> AttentionArgs:
-    """Let new tokens at `positions`, (B, S), attend to all cached keys up to their position. One document per row."""
+    """Return arguments with which tokens at `positions`, (B, S), attend to all cached keys up to their position.
+
+    Each row is one document.
+    """
     is_visible = torch.arange(num_keys, device=positions.device) <= positions[:, :, None]
     return AttentionArgs(
         rotation=rotary_angles(positions, head_size), mask=_additive_mask(is_visible, dtype)[:, None], memory=cache
@@ -70,16 +73,17 @@ def _is_earlier(length: int, device: torch.device) -> Tensor:
 
 
 def _additive_mask(is_visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 or minus infinity, to be added to the scores. Kernels would convert a bool mask in every layer."""
+    """Return a mask to add to the attention scores: 0 where visible, minus infinity elsewhere."""
+    # With a bool mask, kernels would do this conversion in every layer.
     return torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device).masked_fill(~is_visible, -torch.inf)
 
 
 IGNORED = -100
-"""The target of positions that do not contribute to the loss."""
+"""Target of positions that do not contribute to the loss."""
 
 
 class CausalModel(nn.Module):
-    """A language model whose outputs depend only on the current and earlier positions of a document."""
+    """Base class of language models. Outputs depend only on the current and earlier positions of a document."""
 
     def __init__(self, arch: ChatArch, *, vocab_size: int, dropout: float) -> None:
         super().__init__()
@@ -91,8 +95,8 @@ class CausalModel(nn.Module):
     def forward(self, tokens: Tensor, is_start: Tensor, targets: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the states of each supervised pass, (B, S, W). The last one is the result.
 
-        With targets, (B, S), return the summed cross entropy of each pass instead, so that the loss is compiled with
-        the model. See `document_attention` for `is_start`.
+        If `targets`, (B, S), are given, return the summed cross entropy of each pass instead. The loss is then compiled
+        with the model. See `document_attention` for `is_start`.
         """
         x = self._embed(tokens)
         states = self.states(x, document_attention(is_start, head_size=self.head_size, like=x))
@@ -103,14 +107,14 @@ class CausalModel(nn.Module):
     def forward_cached(
         self, tokens: Tensor, positions: Tensor, *, cache: KeyValueCache | None, num_keys: int
     ) -> Tensor:
-        """Return the last states of new positions, (B, S, W), using cached keys and values of earlier positions."""
+        """Return the final states of new positions, (B, S, W), using cached keys and values of earlier positions."""
         x = self._embed(tokens)
         args = cached_attention(positions, num_keys, cache=cache, head_size=self.head_size, dtype=x.dtype)
         return self.states(x, args)[-1]
 
     @abstractmethod
     def states(self, x: Tensor, args: AttentionArgs) -> tuple[Tensor, ...]:
-        """Compute the states of each supervised pass from embedded tokens."""
+        """Return the states of each supervised pass, (B, S, W), for embedded tokens `x`, (B, S, W)."""
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits of the next token, (..., V)."""
@@ -121,30 +125,30 @@ class CausalModel(nn.Module):
         return self.arch.hidden_size // self.arch.num_heads
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens. Under autocast, use its dtype, so that residual sums stay in half precision."""
-        # The embedding has a standard deviation of 1 / sqrt(W). Scale it to 1.
+        """Embed tokens. Under autocast, cast to its dtype, so that residual sums stay in half precision."""
+        # The embedding is initialized with a standard deviation of 1 / sqrt(W). Scale it to 1.
         x = self.dropout(math.sqrt(self.arch.hidden_size) * self.tokens(tokens))
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of -ln p over all targets that are not IGNORED."""
-    # Compute in float32: in half precision the sum over the vocabulary loses accuracy.
+    """Return the sum of the cross entropies of all targets that are not IGNORED, in nats."""
+    # Compute in float32, because the sum over the vocabulary loses accuracy in half precision.
     return functional.cross_entropy(
         logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
 
 
 def next_token_loss(model: CausalModel, micro: DictBatch) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy, averaged over supervised passes, and the number of loss tokens."""
+    """Return the summed cross entropy, averaged over the supervised passes, and the number of loss tokens."""
     targets = next_tokens(micro)
     nats = model(*model_inputs(micro), targets)
     return torch.stack(nats).mean(0), (targets != IGNORED).sum()
 
 
 def model_inputs(micro: DictBatch) -> tuple[Tensor, Tensor]:
-    """Return tokens and is_start without the last position, which is only a target."""
+    """Return `tokens` and `is_start` without the last position, which is only a target."""
     return micro.tokens[:, :-1], micro.is_start[:, :-1]
 
 
@@ -154,10 +158,10 @@ def next_tokens(micro: DictBatch) -> Tensor:
 
 
 class GPT(CausalModel):
-    """A plain transformer built from the same parts as the recursive model, for comparison.
+    """A plain transformer for comparison, built from the same layers as the recursive model.
 
-    With arch.match=parameters it has as many blocks as the recursive model. With arch.match=compute it has as many
-    blocks as a token passes through there, so that the cost per token is the same.
+    With arch.match=parameters, it has as many blocks as the recursive model. With arch.match=compute, it has as many
+    blocks as the recursive model applies, so that the cost per token is equal.
     """
 
     def __init__(self, arch: ChatArch, *, vocab_size: int, dropout: float) -> None:
@@ -171,15 +175,15 @@ class GPT(CausalModel):
 
 
 class _PreNormBlock(nn.Module):
-    """A pre-norm block of attention and a feed-forward layer, with outputs scaled down at initialization."""
+    """A pre-norm block of attention and a feed-forward layer, whose output layers start with smaller weights."""
 
     def __init__(self, arch: ChatArch, *, dropout: float) -> None:
         super().__init__()
         self.attention = SelfAttention(arch.hidden_size, num_heads=arch.num_heads)
         self.feed_forward = SwiGLU(arch.hidden_size, expansion=arch.expansion)
         self.dropout = nn.Dropout(dropout)
-        # Each block adds two outputs to the residual stream. The scale keeps the variance of the sum independent of
-        # depth, as in GPT-2.
+        # Each block adds two outputs to the residual stream. As in GPT-2, this scale makes the variance of their sum
+        # independent of depth.
         with torch.no_grad():
             for layer in (self.attention.out, self.feed_forward.down):
                 layer.weight.div_(math.sqrt(2 * arch.depth))
@@ -190,11 +194,11 @@ class _PreNormBlock(nn.Module):
 
 
 class RecursiveModel(CausalModel):
-    """A tiny recursive model as a language model: two states per position, refined by one small network.
+    """A tiny recursive language model: one small network refines two states per position.
 
-    There are N passes of T outer cycles, each with n + 1 applications of L blocks. Passes hand on their states but no
-    gradients. A composition of causal functions is causal, so this is a language model for any number of cycles. The
-    states of all positions start from the same two vectors.
+    There are `supervision` passes of `H_cycles` cycles, each of which applies the blocks `L_cycles + 1` times. A pass
+    continues with the states of the previous one, but gradients do not flow between passes. The states of all positions
+    start from the same two vectors. A composition of causal functions is causal, so the number of cycles is arbitrary.
     """
 
     answer: Tensor
@@ -206,7 +210,7 @@ class RecursiveModel(CausalModel):
             PostNormBlock(arch.hidden_size, num_heads=arch.num_heads, expansion=arch.expansion, dropout=dropout)
             for _ in range(arch.L_layers)
         )
-        # Buffers, not parameters: the initial states are random and fixed, as in the official implementation.
+        # Use buffers instead of parameters: the initial states are random and fixed, as in the official implementation.
         for name in ("answer", "latent"):
             self.register_buffer(name, truncated_normal_(torch.empty(arch.hidden_size), deviation=1.0))
 
@@ -226,6 +230,6 @@ class RecursiveModel(CausalModel):
 
 
 def build_model(arch: ChatArch, *, vocab_size: int, dropout: float = 0.0) -> CausalModel:
-    """Build the model with initial weights drawn from torch's default generator."""
+    """Create the model. Initial weights are drawn from torch's default generator."""
     kinds: dict[str, type[CausalModel]] = {"trm": RecursiveModel, "gpt": GPT}
     return kinds[arch.kind](arch, vocab_size=vocab_size, dropout=dropout)

@@ -1,4 +1,4 @@
-"""`whet data chat`: read conversations, tokenize them and write a folder to train from."""
+"""`whet data chat`: read conversations, tokenize them, and write a folder for training."""
 
 import json
 from collections import deque
@@ -25,7 +25,10 @@ from whet.run import durable
 def make_documents(
     turns: Sequence[Turn], ids: Sequence[Sequence[int]], tokenizer: ChatTokenizer, *, max_length: int, loss: Loss
 ) -> tuple[list[Document], int]:
-    """Return the documents of a conversation, several if it is longer than a row, and how many were truncated."""
+    """Return the documents of a conversation, and how many of them were truncated.
+
+    A conversation that is longer than a row has several documents.
+    """
     encoded = [
         TurnIds(role, text_ids, True, len(text) if text.isascii() else len(text.encode()))
         for (role, text), text_ids in zip(turns, ids, strict=True)
@@ -39,16 +42,17 @@ def make_documents(
     return documents, sum(segment.is_truncated for segment in segments)
 
 
-# Texts are tokenized in batches of about this size, and at most two batches wait to be written.
+# Texts are tokenized in batches of about this size.
 _BATCH_CHARACTERS = 1_000_000
+# Number of batches that may be tokenized ahead of the one that is being written.
 _BATCHES_AHEAD = 2
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with the current activity, the conversations processed, and their total if known."""
+"""Callback that receives the current activity, the number of conversations processed, and the total or None."""
 
 
 class PrepareOptions(FrozenModel):
-    """The options of `whet data chat`."""
+    """Options of `whet data chat`."""
 
     format: Literal["auto", "sharegpt", "alpaca", "openai", "openassistant"] = "auto"
     tokenizer: str = BYTE_PAIRS
@@ -71,7 +75,10 @@ class _Batch(NamedTuple):
 def prepare_data(
     path: Path, folder: Path, options: PrepareOptions, *, on_progress: Progress, in_threads: bool = True
 ) -> ChatManifest:
-    """Prepare the conversations of a file, or of a folder with train, val and test files."""
+    """Prepare the conversations of a file, or of a folder with train, val and test files. Return the manifest.
+
+    `folder` is created atomically.
+    """
     sources = find_files(path, format_name=options.format)
     on_progress(f"{', '.join(sorted({source.format.name for source in sources}))}: reading", 0, None)
     _check_output_dir(folder)
@@ -176,7 +183,7 @@ def _write_files(
 
 
 def _batches(sources: Sequence[ConversationFile], selection: Selection) -> Iterator[_Batch]:
-    """Read the files again and yield the selected conversations with their splits."""
+    """Read the files again, and yield the selected conversations with their splits. Raise WhetError if they changed."""
     number, size = 0, 0
     batch = _Batch([], [])
     for conversation in (item for source in sources for item in read_conversations(source)):
@@ -203,7 +210,7 @@ def _batches(sources: Sequence[ConversationFile], selection: Selection) -> Itera
 def _tokenized(
     batches: Iterator[_Batch], tokenizer: ChatTokenizer, *, in_threads: bool
 ) -> Iterator[tuple[_Batch, list[list[int]]]]:
-    """Yield batches with the ids of their texts. Later batches are tokenized while one is written."""
+    """Yield batches with the ids of their texts. With `in_threads`, later batches are tokenized in a thread."""
     if not in_threads:
         for batch in batches:
             yield batch, [tokenizer.encode(turn.text) for turns in batch.turns for turn in turns]
@@ -222,9 +229,9 @@ def _tokenized(
 
 
 def _num_changed(texts: Sequence[str], tokenizer: ChatTokenizer, options: PrepareOptions) -> int:
-    """Count the texts that change when they are encoded and decoded."""
+    """Return the number of texts that change when they are encoded and decoded."""
     if options.tokenizer == BYTE_PAIRS:
-        return 0  # The byte-level vocabulary is lossless.
+        return 0  # A byte-level vocabulary is lossless.
     return sum(tokenizer.decode(tokenizer.encode(text)) != text for text in texts)
 
 

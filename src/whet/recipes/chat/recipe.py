@@ -1,6 +1,6 @@
 """The chat recipe: train a causal language model on conversations.
 
-Methods import torch lazily, so that a plan can be made without it.
+Methods import torch lazily, so that a training plan can be made without it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,12 +31,12 @@ _EMBEDDED = EmbeddedData(
 
 
 class ChatRecipe(Recipe):
-    """Trains a chat model on conversations; by default on questions about whet and Python."""
+    """Trains a chat model on conversations: by default, questions about whet and Python."""
 
     name = "chat"
     Config = ChatConfig
     goal = "bits_per_byte"
-    # The data that was read last. An evaluation shows answers to its questions.
+    # The data that was read last. Evaluations show answers to some of its questions.
     _data: "ChatData | None" = None
 
     def describe(self, config: ChatConfig, data: "ChatData | None" = None) -> Workload:
@@ -90,14 +90,14 @@ class ChatRecipe(Recipe):
         return error if data_folders(config) else explain_data_change(error, _EMBEDDED, versions)
 
     def load_generator(self, metadata: dict[str, Any]) -> "Responder":
-        """Return a responder whose model has no trained weights yet."""
+        """Create a responder whose model has no trained weights yet."""
         from whet.recipes.chat.responder import restore_responder
 
         return restore_responder(metadata)
 
 
 def check_vocabulary(data: "ChatData", metadata: dict[str, Any], *, where: str) -> None:
-    """Check that the weights of init_from were trained with the tokenizer of the data."""
+    """Raise UsageError if the weights of `init_from` were not trained with the tokenizer of the data."""
     if metadata.get("tokenizer") != data.tokenizer.to_json():
         raise UsageError(
             f"{where} was trained with another tokenizer than the data has",

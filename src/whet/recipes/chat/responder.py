@@ -16,13 +16,13 @@ from whet.recipes.chat.tokenizer import ChatTokenizer
 
 
 def truncate_history(turns: Sequence[Turn], tokenizer: ChatTokenizer, *, max_tokens: int) -> tuple[list[int], int]:
-    """Encode a prompt of at most `max_tokens` tokens; return it and the number of dropped turns.
+    """Encode turns as a prompt of at most `max_tokens` tokens. Return its ids and the number of dropped turns.
 
-    The system turn and the last question are always kept. The oldest of the turns between them are dropped, so that the
-    rest starts with a question.
+    The system turn and the last question are always kept. The oldest of the turns between them are dropped first, and
+    the first of the remaining ones is a question.
     """
     encoded = [TurnIds(role, tokenizer.encode(text)) for role, text in turns]
-    # One more token marks the turn of the assistant.
+    # One more token marks the start of the assistant's turn.
     length = 1 + sum(turn.length for turn in encoded)
     first = start = 1 if encoded and encoded[0].role == "system" else 0
     while length > max_tokens:
@@ -40,17 +40,18 @@ def truncate_history(turns: Sequence[Turn], tokenizer: ChatTokenizer, *, max_tok
 
 
 ANSWER_SHARE = 4
-"""If a conversation is too long, 1 / ANSWER_SHARE of the context is reserved for the answer."""
+"""Up to 1 / ANSWER_SHARE of the context is reserved for the answer when old turns are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A piece of an answer, as it is generated."""
+    """A chunk of an answer that is being generated."""
 
     text: str
     num_tokens: int
+    """Number of tokens generated so far."""
     finish_reason: str | None = None
-    """The finish reason, "stop" or "length", on the last chunk; otherwise None."""
+    """The finish reason, "stop" or "length", in the last chunk, otherwise None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ class Prompt:
 
     ids: tuple[int, ...]
     num_dropped_turns: int = 0
-    """Old turns that did not fit into the context."""
+    """Number of old turns that did not fit into the context."""
 
 
 class Responder:
@@ -76,13 +77,13 @@ class Responder:
         )
 
     def prompt(self, turns: Sequence[Turn], *, max_new_tokens: int) -> Prompt:
-        """Encode turns. Drop the oldest turns if the conversation and an answer do not fit into the context."""
+        """Encode turns. Drop the oldest ones if the conversation and an answer do not fit into the context."""
         reserved = min(max_new_tokens, max(1, self.context_length // ANSWER_SHARE))
         ids, num_dropped = truncate_history(turns, self.tokenizer, max_tokens=self.context_length - reserved)
         return Prompt(ids=tuple(ids), num_dropped_turns=num_dropped)
 
     def text_prompt(self, text: str) -> Prompt:
-        """Encode a text to continue."""
+        """Encode a text that the model is to continue."""
         return Prompt(ids=(self.tokenizer.role_ids["assistant"], *self.tokenizer.encode(text)))
 
     def respond(self, prompt: Prompt, *, max_new_tokens: int, sampling: Sampling) -> Iterator[TextChunk]:
@@ -91,7 +92,7 @@ class Responder:
         stream, ids, num_characters = self.tokenizer.stream(), list[int](), 0
         for step in generate(self.model, [request], self._rules):
             if step.token is None:
-                # Flush the decoder: a character whose last byte is missing becomes a replacement character.
+                # Flush the decoder. An incomplete character becomes a replacement character.
                 rest = self.tokenizer.decode(ids)[num_characters:]
                 yield TextChunk(rest, len(ids), step.finish_reason)
                 return
@@ -103,9 +104,9 @@ class Responder:
     def respond_all(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, sampling: Sampling, max_seconds: float = math.inf
     ) -> list[tuple[str, str]]:
-        """Generate several answers in one batch; return texts and finish reasons. Batching changes no answer.
+        """Generate several answers in one batch, which does not change them. Return their texts and finish reasons.
 
-        After `max_seconds`, answers that are not finished are cut short.
+        After `max_seconds`, unfinished answers are truncated, and their finish reason is empty.
         """
         requests = [
             GenerationRequest(prompt=prompt.ids, max_new_tokens=max_new_tokens, sampling=sampling) for prompt in prompts
@@ -129,7 +130,7 @@ def responder_metadata(tokenizer: ChatTokenizer, arch: ChatArch) -> dict[str, An
 
 
 def restore_responder(metadata: dict[str, Any]) -> Responder:
-    """Build a responder whose model has no trained weights yet."""
+    """Create a responder whose model has no trained weights yet."""
     arch = ChatArch.model_validate(metadata["arch"])
     tokenizer = ChatTokenizer.from_json(metadata["tokenizer"])
     if tokenizer.vocab_size != metadata["vocab_size"] or not isinstance(arch.seq_len, int):

@@ -1,9 +1,9 @@
 """Select the conversations to use and assign each to a split, in a first pass over the files.
 
-A keyed hash of its content is the position of a conversation in a random order. The first conversations of that order
-are used (`subsample_size`): first the training split, then validation, then test. A seed therefore determines the
-splits regardless of the order of the file, and equal conversations, which have equal hashes, are in the same split. The
-pass keeps eight bytes per conversation in memory.
+Conversations are sorted by a hash of their content that is keyed by the seed, which is a random order. The first
+`subsample_size` of them are used: first the training split, then validation, then test. The splits therefore depend on
+the seed, but not on the order of the file, and equal conversations, which have equal hashes, are in the same split. The
+pass keeps only hashes, which take eight bytes per conversation, and a sample of texts in memory.
 """
 
 import heapq
@@ -22,29 +22,29 @@ from whet.recipes.chat.sources import ConversationFile, RejectedRecord, read_con
 
 Array = np.ndarray[Any, np.dtype[Any]]
 EXCLUDED = 255
-"""The value in `Selection.splits` of unused conversations. All other values are indices of SPLITS."""
+"""Value of unused conversations in `Selection.splits`. All other values are indices of SPLITS."""
 
 _TRAIN_CHARACTERS, _TEST_CHARACTERS = 8_000_000, 100_000
-"""Characters of text to train a tokenizer on, and to test a given tokenizer with. More text does not noticeably
-improve a vocabulary of a few thousand entries.
+"""Number of characters for training a tokenizer, and for testing an existing one. More text does not noticeably improve
+a vocabulary of a few thousand entries.
 """
 _MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The result of the first pass."""
+    """The result of the first pass over the files."""
 
     splits: Array
-    """uint8 for each conversation in reading order: the index of its split, or EXCLUDED."""
+    """(conversations,) of uint8, in reading order: the index of the split, or EXCLUDED."""
     sample: tuple[str, ...]
-    """Texts of the training split, to train or test a tokenizer with."""
+    """Texts of the training split, for training or testing a tokenizer."""
     rejected: tuple[RejectedRecord, ...]
     """The first few rejected records."""
     num_rejected: int
     num_conversations: int
     num_repeated: int
-    """The number of conversations excluded because a held-out file contains them too."""
+    """Number of conversations that are excluded because a held-out file also contains them."""
 
 
 def select_conversations(
@@ -57,7 +57,7 @@ def select_conversations(
     trains_tokenizer: bool,
     on_progress: Callable[[int], None],
 ) -> Selection:
-    """Read all files once. More than `max_bad` rejected records are an error."""
+    """Read all files once and select conversations. Raise WhetError if more than `max_bad` records are rejected."""
     hashes, file_numbers = array("Q"), array("B")
     sample = _TextSample(_TRAIN_CHARACTERS if trains_tokenizer else _TEST_CHARACTERS)
     rejected: list[RejectedRecord] = []
@@ -106,9 +106,13 @@ def select_conversations(
 def _assign_splits(
     hashes: Array, given: Array, *, missing: Sequence[Split], train_split: float, subsample_size: int | None
 ) -> tuple[Array, int]:
-    """Return the split of each conversation and the number of repeats. `missing` splits are taken from train."""
+    """Return the split of each conversation, and the number of conversations excluded as repeats of held-out ones.
+
+    `given` are the splits of the files that contain the conversations. Splits in `missing`, which have no file, are
+    taken from the training split.
+    """
     splits = given.copy()
-    # Exclude held-out conversations from training, and conversations of the test file from validation.
+    # Exclude conversations of held-out files from train, and conversations of the test file from val.
     num_repeated = 0
     for split in (0, 1):
         members = np.flatnonzero(given == split) if (given > split).any() else np.empty(0, dtype=np.int64)
@@ -131,14 +135,17 @@ def _assign_splits(
 
 
 def _num_held_out(total: int, train_split: float) -> int:
-    """Return how many conversations are held out: at least one each for val and test if there are three."""
+    """Return the number of held-out conversations, which is at least two if there are three or more conversations.
+
+    It is 0 if `train_split` is 1.
+    """
     if train_split >= 1 or total < 3:
         return 0
     return max(2, round(total * (1 - train_split)))
 
 
 def _group_boundary(ordered: Array, end: int) -> int:
-    """Move `end` back so that it separates no equal hashes; move it forward if that is impossible."""
+    """Move `end` back so that it does not separate equal hashes, or forward if it would be 0."""
     if end in (0, len(ordered)) or ordered[end] != ordered[end - 1]:
         return end
     before = int(np.searchsorted(ordered, ordered[end], side="left"))
@@ -151,12 +158,12 @@ def _content_hash(turns: tuple[Turn, ...], key: bytes) -> int:
 
 
 class _TextSample:
-    """The texts of the conversations with the smallest hashes, up to a number of characters."""
+    """The texts of the conversations with the smallest hashes, up to a total number of characters."""
 
     def __init__(self, max_characters: int) -> None:
         self._max = max_characters
         self._size = 0
-        # A max-heap: the largest hash is on top and is removed first.
+        # A max-heap, from which the largest hash is removed first.
         self._texts: list[tuple[int, tuple[str, ...]]] = []
 
     def offer(self, content_hash: int, turns: tuple[Turn, ...]) -> None:
@@ -169,7 +176,7 @@ class _TextSample:
             self._size -= sum(map(len, heapq.heappop(self._texts)[1]))
 
     def texts(self, last: int) -> Iterator[str]:
-        """Yield texts ordered by hash, up to the last hash in the training split."""
+        """Yield texts in the order of their hashes, up to `last`, the largest hash in the training split."""
         for negative_hash, texts in sorted(self._texts, reverse=True):
             if -negative_hash <= last:
                 yield from texts

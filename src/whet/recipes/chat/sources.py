@@ -21,18 +21,22 @@ class ConversationFile(NamedTuple):
     path: Path
     format: Format
     split: Split | None = None
-    """The split given by the file name; None if the file has to be split."""
+    """The split that the file name indicates, or None if the file has to be split."""
 
 
 class RejectedRecord(NamedTuple):
-    """A record that is not a conversation."""
+    """A record that is not a valid conversation."""
 
     where: str
+    """The file name and the number of the record."""
     why: str
 
 
 def find_files(path: Path, *, format_name: str = "auto") -> tuple[ConversationFile, ...]:
-    """Return the file, or the train, val and test files of a folder. Names such as `dev` and `valid` also mean val."""
+    """Return the input files: `path` itself, or the train, val and test files in it if it is a folder.
+
+    File names such as `dev` and `valid` also indicate the val split.
+    """
     if is_trm_folder(path):
         rows = [(split, path / split / TRM_ROWS) for split in SPLITS if (path / split / TRM_ROWS).is_file()]
         return tuple(ConversationFile(file, TRM_FOLDER, split) for split, file in rows)
@@ -61,7 +65,7 @@ def find_files(path: Path, *, format_name: str = "auto") -> tuple[ConversationFi
 
 
 def read_conversations(source: ConversationFile) -> Iterator[Conversation | RejectedRecord]:
-    """Yield the conversations of a file in order, including rejected records."""
+    """Yield the conversations and rejected records of a file in order."""
     for record in source.format.merge(source.format.records(source.path)):
         yield _parse(record, source)
 
@@ -85,5 +89,5 @@ def _record_id(value: object) -> str:
     record_id = next((value[key] for key in _ID_KEYS if value.get(key)), "") if isinstance(value, dict) else ""
     if not isinstance(record_id, str | int):
         return ""
-    # Remove line breaks and escape sequences, because the text is printed to the terminal.
+    # Replace line breaks and escape characters, because the text is printed to the terminal.
     return "".join(char if char.isprintable() else " " for char in str(record_id)[:80])

@@ -7,9 +7,9 @@ from whet.recipes.chat.conversation import Loss, Role
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
 TEMPLATE = "<|role|> text <|end|>"
-"""The name of this layout in manifests."""
+"""Name of this layout in manifests."""
 MIN_LENGTH = 16
-"""The minimum row length: the marks, and a few tokens of each side."""
+"""Minimum row length. It leaves room for the marks, and a few tokens of a question and an answer."""
 
 
 class TurnIds(NamedTuple):
@@ -18,20 +18,20 @@ class TurnIds(NamedTuple):
     role: Role
     ids: Sequence[int]
     is_whole: bool = True
-    """False for a truncated answer, which has no end mark, so that the model does not learn to stop there."""
+    """Whether the turn has an end mark. A truncated answer has none, so that the model does not learn to stop there."""
     num_bytes: int | None = None
-    """Bytes of the text; None if the text was truncated and its bytes have to be counted."""
+    """Number of bytes of the text, or None if it was truncated, so that its bytes have to be counted."""
 
     @property
     def length(self) -> int:
-        """The number of tokens including the marks."""
+        """Number of tokens, including the marks."""
         return len(self.ids) + 1 + self.is_whole
 
 
 def encode_turns(
     turns: Iterable[TurnIds], tokenizer: ChatTokenizer, *, loss: Loss = "assistant"
 ) -> tuple[list[int], bytes]:
-    """Return the ids of a conversation and the loss mask, one byte per id."""
+    """Return the token ids of a conversation, and the loss mask with one byte per id."""
     ids: list[int] = []
     mask = bytearray()
     for role, text, is_whole, _ in turns:
@@ -40,16 +40,16 @@ def encode_turns(
         ids += text
         if is_whole:
             ids.append(tokenizer.end_id)
-        # The caller decides which role speaks next, so a role mark is trained on only with loss=all.
+        # When answers are generated, the caller sets the role mark, so train on it only with loss=all.
         mask.append(loss == "all")
         mask += (b"\1" if is_trained else b"\0") * (len(text) + is_whole)
     if mask:
-        mask[0] = 0  # The first token has no context to be predicted from.
+        mask[0] = 0  # The first token cannot be predicted, because it has no context.
     return ids, bytes(mask)
 
 
 def count_loss_bytes(turns: Iterable[TurnIds], tokenizer: ChatTokenizer, *, loss: Loss = "assistant") -> int:
-    """Return the bytes of the text that is trained on."""
+    """Return the number of UTF-8 bytes of the text that the loss includes."""
     trained = [turn for turn in turns if loss == "all" or turn.role == "assistant"]
     return sum(
         len(tokenizer.decode(turn.ids).encode()) if turn.num_bytes is None else turn.num_bytes for turn in trained
@@ -57,7 +57,7 @@ def count_loss_bytes(turns: Iterable[TurnIds], tokenizer: ChatTokenizer, *, loss
 
 
 class Segment(NamedTuple):
-    """Turns that fit into a row."""
+    """Turns of a conversation that fit into a row."""
 
     turns: tuple[TurnIds, ...]
     length: int
@@ -65,7 +65,7 @@ class Segment(NamedTuple):
 
 
 def fit_conversation(turns: Sequence[TurnIds], *, max_length: int) -> list[Segment]:
-    """Split a conversation into segments of at most `max_length` tokens, each ending with an answer.
+    """Split a conversation into segments of at most `max_length` tokens, each of which ends with an answer.
 
     A system turn is repeated at the start of every segment.
     """
@@ -98,7 +98,7 @@ def fit_conversation(turns: Sequence[TurnIds], *, max_length: int) -> list[Segme
 
 
 def _exchanges(turns: Sequence[TurnIds]) -> Iterator[tuple[TurnIds, ...]]:
-    """Yield each answer with the turns that led to it. Turns after the last answer are dropped."""
+    """Yield each answer with the turns since the previous answer. Turns after the last answer are dropped."""
     start = 0
     for index, turn in enumerate(turns):
         if turn.role == "assistant":
@@ -107,7 +107,10 @@ def _exchanges(turns: Sequence[TurnIds]) -> Iterator[tuple[TurnIds, ...]]:
 
 
 def _shorten(head: tuple[TurnIds, ...], exchange: tuple[TurnIds, ...], *, max_length: int) -> Segment:
-    """Truncate one exchange. The answer may use half of the row. The longest of the other turns is shortened first."""
+    """Truncate one exchange to `max_length` tokens, including the system turn in `head`.
+
+    The answer may use at least half of the row. The longest of the other turns is shortened first.
+    """
     *question, answer = (*head, *exchange)
     needed = sum(turn.length for turn in question)
     answer = _truncate(answer, max(max_length - needed, max_length // 2))
@@ -115,7 +118,7 @@ def _shorten(head: tuple[TurnIds, ...], exchange: tuple[TurnIds, ...], *, max_le
     while excess > 0:
         longest = max(range(len(question)), key=lambda index: len(question[index].ids))
         if not question[longest].ids:
-            question.pop(0)  # The marks alone fill the row, which happens with many tool turns.
+            question.pop(0)  # The marks alone exceed the row, which happens with many tool turns.
         else:
             length = max(1, question[longest].length - excess)
             question[longest] = _truncate(question[longest], length, keep_end=True)
@@ -125,7 +128,7 @@ def _shorten(head: tuple[TurnIds, ...], exchange: tuple[TurnIds, ...], *, max_le
 
 
 def _truncate(turn: TurnIds, length: int, *, keep_end: bool = False) -> TurnIds:
-    """Shorten a turn to `length` tokens. A question keeps its end mark, an answer does not."""
+    """Shorten a turn to `length` tokens. With `keep_end`, it keeps its end mark."""
     if turn.length <= length:
         return turn
     if keep_end:

@@ -1,4 +1,4 @@
-"""The tokenizer of a chat model: byte-level BPE, and marks for turns."""
+"""Tokenizer of a chat model: byte-level BPE, or an existing tokenizer, with marks for turns."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,17 +12,17 @@ from whet.recipes.hub import explain_hub_error
 from whet.run.disk import read_regular_file
 
 MARKS = ("<|pad|>", "<|end|>", *(f"<|{role}|>" for role in ROLES))
-"""Padding, the end of a turn, and the start of a turn of each role; their ids follow the vocabulary in this order."""
+"""Padding, the end of a turn, and the start of a turn of each role. Their ids follow the vocabulary in this order."""
 
 MAX_IDS = 2**24
-"""The size limit of a vocabulary. The tokenizers library takes minutes to serialize ids in the billions."""
+"""Maximum vocabulary size. The tokenizers library takes minutes to serialize ids in the billions."""
 
 
 class ChatTokenizer:
-    """Encodes and decodes text. Ids of text are below `pad_id`, the first mark."""
+    """Encodes and decodes text. The ids of text are below `pad_id`, the id of the first mark."""
 
     def __init__(self, engine: Engine) -> None:
-        # Encode "<|user|>" or "<|endoftext|>" in a text as text, never as a special token.
+        # Encode "<|user|>" or "<|endoftext|>" in a text as plain text, never as a special token.
         engine.encode_special_tokens = True
         engine.no_truncation()
         engine.no_padding()
@@ -37,9 +37,9 @@ class ChatTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> "ChatTokenizer":
-        """Train a byte-level BPE vocabulary of at most `vocab_size` ids including the marks. Deterministic."""
+        """Train a byte-level BPE vocabulary of at most `vocab_size` ids, including the marks. It is deterministic."""
         engine = Engine(models.BPE())
-        # Use no normalizer: decoding must return exactly the encoded text.
+        # Use no normalizer, so that decoding returns exactly the encoded text.
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         engine.decoder = decoders.ByteLevel()
         engine.train_from_iterator(
@@ -57,7 +57,7 @@ class ChatTokenizer:
         """Load a tokenizer written by `to_json`, or any tokenizer.json of the tokenizers library."""
         try:
             return cls(Engine.from_str(text if isinstance(text, str) else text.decode()))
-        except Exception as error:  # The tokenizers library raises bare Exception.
+        except Exception as error:  # The tokenizers library raises a bare Exception.
             raise WhetError(
                 "a tokenizer cannot be read", got=str(error)[:200], try_="a tokenizer.json, unchanged"
             ) from None
@@ -66,25 +66,25 @@ class ChatTokenizer:
         return self._engine.to_str()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; never a mark."""
+        """Return the ids of a text, which never include marks."""
         try:
             return self._engine.encode(text, add_special_tokens=False).ids
         except Exception as error:
             raise _encoding_error(error) from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of many texts, using all cores. Starts threads, so do not call it before a fork."""
+        """Return the ids of many texts, using all cores. This starts threads, so do not call it before a fork."""
         try:
             return [encoding.ids for encoding in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
         except Exception as error:
             raise _encoding_error(error) from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without marks."""
+        """Decode ids to text. Skip marks."""
         return self._engine.decode([token for token in ids if token < self.pad_id], skip_special_tokens=False)
 
     def decode_with_marks(self, ids: Sequence[int]) -> str:
-        """Return the text of ids with marks spelled out, for display."""
+        """Decode ids to text for display, with marks spelled out."""
         parts: list[str] = []
         start = 0
         for index, token in enumerate(ids):
@@ -94,7 +94,7 @@ class ChatTokenizer:
         return "".join((*parts, self.decode(ids[start:])))
 
     def stream(self) -> "TextStream":
-        """Return a decoder for ids that arrive one by one."""
+        """Create a decoder for ids that arrive one by one."""
         return TextStream(self._engine, first_mark=self.pad_id)
 
 
@@ -107,30 +107,30 @@ class TextStream:
         self._stream = decoders.DecodeStream(skip_special_tokens=False)
 
     def push(self, token: int) -> str:
-        """Return the new text; empty for a mark, or while a character is incomplete."""
+        """Add an id and return the new text, which is empty for a mark or while a character is incomplete."""
         return "" if token >= self._first_mark else self._stream.step(self._engine, token) or ""
 
 
 def _encoding_error(error: Exception) -> WhetError:
-    # The tokenizers library raises bare Exception, usually because the vocabulary has no token for unknown text.
+    # The tokenizers library raises a bare Exception, usually because the vocabulary has no token for unknown text.
     return WhetError("the tokenizer cannot encode a text", got=str(error)[:200], try_="another --tokenizer")
 
 
 BYTE_PAIRS = "bpe"
-"""The name of a byte-level BPE vocabulary that is trained on the conversations."""
+"""Name that selects a byte-level BPE vocabulary trained on the conversations."""
 
 _FILE = "tokenizer.json"
 
 
 def load_tokenizer(name: str) -> ChatTokenizer:
-    """Load a tokenizer from a file, a folder or the hub. The local cache of the hub is tried first."""
+    """Load a tokenizer from a file, a folder or the Hugging Face Hub, whose local cache is tried first."""
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / _FILE
         if not path.is_file():
             raise UsageError(f"no tokenizer in {name}", got=f"no {_FILE}", try_="a folder with a fast tokenizer")
     if not path.is_file():
-        # A dot alone does not indicate a file: many names on the hub contain one (Qwen2.5).
+        # A dot alone does not indicate a file, because many names on the hub contain one (Qwen2.5).
         if path.suffix == ".json" or name.startswith((".", "/", "~")):
             raise UsageError("no such tokenizer", got=name, try_=f"{BYTE_PAIRS}, a {_FILE}, or a name on the hub")
         path = _from_hub(name)
@@ -144,12 +144,12 @@ def _from_hub(word: str) -> Path:
     name, _, revision = word.partition("@")
     reason = Exception()
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # Without a network, the library would log each of its six attempts.
+    logging.set_verbosity_error()  # Without a network connection, the library would log each of its six attempts.
     try:
         for is_local in (True, False):
             try:
                 return Path(hf_hub_download(name, _FILE, revision=revision or None, local_files_only=is_local))
-            except Exception as error:  # Many types: no network, unknown name, gated repository.
+            except Exception as error:  # Many types are possible: no network, unknown name, gated repository.
                 reason = error
     finally:
         logging.set_verbosity(verbosity)

@@ -4,7 +4,7 @@ recipe      the recipe, which connects the modules below
 config      options, and the workload that they describe
 sudoku      solver, generator and symmetries of Sudokus
 data        the three splits: generated, from files, or from a folder of the official implementation
-builders    such folders, built from CSV and ARC files
+builders    builds such folders from CSV files and ARC JSON files
 slots       puzzles and states that stay in the batch until the model halts them
 model       the network, its loss, and the official names of its weights
 evaluation  metrics and predictions

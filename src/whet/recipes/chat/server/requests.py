@@ -11,7 +11,7 @@ from whet.recipes.chat.formats import ROLE_NAMES
 from whet.recipes.chat.generation import Sampling
 
 _MAX_MESSAGES = 1_000
-# The limit of the OpenAI API.
+# Same limit as the OpenAI API.
 _MAX_STOPS = 4
 _IGNORED_KEYS = {
     "user",
@@ -23,7 +23,7 @@ _IGNORED_KEYS = {
     "prompt_cache_retention",
     "parallel_tool_calls",
 }
-"""Parameters that are accepted and ignored: they do not affect the answer."""
+"""Parameters that are accepted and ignored, because they do not affect the answer."""
 _DEFAULT_VALUES = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -34,11 +34,11 @@ _DEFAULT_VALUES = {
     "function_call": "none",
     "modalities": ["text"],
 }
-"""Unsupported parameters, accepted only with these values, which have no effect; also null, false and empty."""
+"""Unsupported parameters, and the values with which they have no effect. Only these and empty values are accepted."""
 
 
 class BadRequestError(Exception):
-    """A request that is answered with an error status."""
+    """Raised for a request that gets an error status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ class _Format(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """The parameters that both kinds of requests share."""
+    """Parameters of both chat and text completion requests."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow", strict=True)
 
@@ -96,7 +96,7 @@ class CompletionRequest(BaseModel):
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling parameters, with OpenAI's defaults."""
+        """Sampling parameters, with OpenAI's defaults and a random default seed."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -106,25 +106,25 @@ class CompletionRequest(BaseModel):
 
     @property
     def token_limit(self) -> int | None:
-        """The requested maximum length of the answer."""
+        """Requested maximum number of tokens of the answer, or None."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class ChatCompletionRequest(CompletionRequest):
-    """The body of /v1/chat/completions."""
+    """Body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[_Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """The conversation. The last turn is to be answered."""
+        """The conversation. The last turn is the one to answer."""
         if self.messages[-1].role not in ("user", "tool"):
             raise BadRequestError("the last message must have the role user or tool", param="messages")
         return [Turn(ROLE_NAMES[message.role], message.text) for message in self.messages]
 
 
 class TextCompletionRequest(CompletionRequest):
-    """The body of /v1/completions."""
+    """Body of a request to /v1/completions."""
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
@@ -134,7 +134,7 @@ class TextCompletionRequest(CompletionRequest):
 
 
 def parse_request(kind: type[CompletionRequest], body: Any) -> Any:
-    """Validate a request. The error names the first invalid parameter."""
+    """Validate a request. Raise BadRequestError for the first invalid parameter."""
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     for name, value in body.items():

@@ -1,4 +1,4 @@
-"""The JSON bodies of completions, stream events and errors in OpenAI's format."""
+"""JSON bodies of completions, stream events and errors in OpenAI's format."""
 
 import json
 import secrets
@@ -11,12 +11,12 @@ from whet.recipes.chat.server.requests import BadRequestError
 from whet.web.access import HttpError
 
 _CODES = {401: "invalid_api_key"}
-"""Error codes of OpenAI's server that clients check for."""
+"""Error codes by HTTP status, as sent by OpenAI's server, that clients check for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionResponse:
-    """Builds the bodies of one completion."""
+    """Builds the response bodies of one completion."""
 
     model: str
     is_chat: bool
@@ -38,7 +38,7 @@ class CompletionResponse:
         return server_sent_event({**self._head(kind), "choices": [self._choice(content, finish_reason)]})
 
     def usage(self, usage: dict[str, int]) -> bytes:
-        """Return the token usage as an event after the last chunk; clients request it with stream_options."""
+        """Return the token usage as an event after the last chunk. Clients request it with `stream_options`."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return server_sent_event({**self._head(kind), "choices": [], "usage": usage})
 
@@ -58,7 +58,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def token_usage(num_prompt: int, num_generated: int) -> dict[str, int]:
-    """Return the token counts of a request."""
+    """Return the token counts of a request in OpenAI's format."""
     return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated}
 
 
@@ -67,7 +67,7 @@ def error_body(error: BadRequestError) -> dict[str, Any]:
 
 
 def error_format(path: str, error: HttpError) -> dict[str, Any] | None:
-    """Return the body for an error of the web server, or None outside of /v1, which answers in plain text."""
+    """Return the JSON body for an error of the web server, or None outside of /v1, where errors are plain text."""
     if not f"{path}/".startswith("/v1/"):
         return None
     got = "" if error.got is None else f"; got: {error.got}"

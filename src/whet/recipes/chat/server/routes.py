@@ -1,8 +1,8 @@
-"""The routes of the OpenAI-compatible server.
+"""Routes of the OpenAI-compatible server.
 
 GET  /v1/models, /v1/models/NAME     the model
-POST /v1/chat/completions            answer a conversation; stream: true sends it in chunks
-POST /v1/completions                 continue a text
+POST /v1/chat/completions            answer a conversation, in chunks if `stream` is true
+POST /v1/completions                 continue a text, in chunks if `stream` is true
 """
 
 import asyncio
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class StopSequences:
-    """Ends a streamed answer at given texts. Holds back text that may be the beginning of a stop sequence."""
+    """Ends a streamed answer at the first stop sequence. Holds back text that may be the beginning of one."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = tuple(texts)
@@ -40,7 +40,7 @@ class StopSequences:
         """Whether a stop sequence has occurred, which completes the answer."""
 
     def push(self, new_text: str) -> str:
-        """Add text; return what certainly belongs to the answer.
+        """Add generated text. Return the text that is certain to belong to the answer.
 
         >>> stops = StopSequences(["END"])
         >>> stops.push("the E"), stops.push("NDLESS"), stops.is_stopped
@@ -56,26 +56,26 @@ class StopSequences:
         return text[: len(text) - keep]
 
     def rest(self) -> str:
-        """Return the text that is still held back at the end of the answer."""
+        """Return the text that is held back at the end of the answer. Empty if a stop sequence has occurred."""
         held, self._held = self._held, ""
         return "" if self.is_stopped else held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     limit = min(len(text), len(stop) - 1)
     return next((size for size in range(limit, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 MAX_WAITING = 8
-"""The number of requests that may wait while one is answered."""
+"""Maximum number of requests that wait while one is answered."""
 
 
 class AnswerQueue:
     """Runs generators of text chunks one after another in a worker thread."""
 
     def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
-        # Plus one, for the request that is being answered.
+        # Add one for the request that is being answered.
         self._capacity = max_waiting + 1
         self._num_pending = 0
         self._turn = asyncio.Lock()
@@ -105,7 +105,7 @@ Handler = Callable[["Request"], Awaitable["Response"]]
 
 
 class ChatRoutes:
-    """The request handlers for one model."""
+    """Request handlers for one model."""
 
     def __init__(self, responder: Responder, *, name: str, max_tokens: int) -> None:
         self._responder = responder
@@ -115,7 +115,7 @@ class ChatRoutes:
         self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "whet"}
 
     def routes(self) -> list["BaseRoute"]:
-        """Return the routes for the web server."""
+        """Return the routes to add to the web server."""
         from starlette.routing import Route
 
         return [
@@ -143,18 +143,18 @@ class ChatRoutes:
     async def _complete_chat(self, request: "Request") -> "Response":
         body = await _body(request)
         messages = body.get("messages") if isinstance(body, dict) else None
-        # Count before anything is built: every message takes at least two tokens, its marks.
+        # Check this before any processing: every message takes at least two tokens, for its start and end marks.
         if isinstance(messages, list) and 2 * len(messages) > self._responder.context_length:
             raise self._exceeds_context()
         params: ChatCompletionRequest = parse_request(ChatCompletionRequest, body)
         self._check_model(params.model)
         turns, max_new_tokens = params.turns, self._max_new_tokens(params)
         try:
-            # In a thread, so that other requests are served while a long conversation is encoded.
+            # Use a thread, so that other requests are served while a long conversation is encoded.
             prompt = await asyncio.to_thread(self._responder.prompt, turns, max_new_tokens=max_new_tokens)
         except WhetError as error:
             raise _too_long(f"{error.what}: {error.got}") from None
-        # Reject long conversations, like OpenAI's server, instead of silently dropping turns.
+        # Reject long conversations like OpenAI's server does, instead of silently dropping turns.
         if prompt.num_dropped_turns:
             raise self._exceeds_context()
         return await self._answer(params, prompt, request, is_chat=True)
@@ -172,7 +172,7 @@ class ChatRoutes:
     ) -> "Response":
         from starlette.responses import Response, StreamingResponse
 
-        # Read the options before the stream starts, so that an invalid parameter still gets an error status.
+        # Read the options before the stream starts, so that an invalid parameter still results in an error status.
         sampling, stops, max_new_tokens = params.sampling, params.stops, self._max_new_tokens(params)
 
         def generate() -> Iterator[TextChunk]:
@@ -184,7 +184,7 @@ class ChatRoutes:
         if params.stream:
             wants_usage = params.stream_options is not None and params.stream_options.include_usage
             answer = self._queue.stream(generate)
-            # Wait for the first chunk, so that a full queue still gets an error status.
+            # Wait for the first chunk, so that a full queue still results in an error status.
             first = await anext(answer)
             return StreamingResponse(
                 _stream(first, answer, response, num_prompt=num_prompt, wants_usage=wants_usage),
@@ -269,7 +269,7 @@ def _too_long(why: str) -> BadRequestError:
 
 
 def _with_error_body(handler: Handler) -> Handler:
-    """Wrap a handler so that a bad request becomes an error in OpenAI's format."""
+    """Wrap a handler so that a BadRequestError becomes a response in OpenAI's format."""
 
     async def handle(request: "Request") -> "Response":
         try:
