@@ -3,10 +3,10 @@
 The estimate runs the code of a real step, from zeroing the gradients to the update, on tensors that have shapes but no
 memory. The live bytes at each operator are linear in the number of samples, so two batch sizes determine all others.
 
-If a result depends on data, the largest plausible result is used: indexing with a mask selects everything.
+If a size depends on data, the largest plausible one is used. For example, indexing with a mask selects all elements.
 
-The estimate does not include cuDNN's workspaces for convolutions, the CUDA context and fragmentation. The memory that a
-recurrent layer saves is an assumption (`kernels.py`). On the CPU it is that of a layer written as a loop over steps.
+The estimate does not include cuDNN's workspaces for convolutions, the CUDA context, or fragmentation. The memory that
+recurrent layers save on a GPU is an assumption (see `kernels.py`). On the CPU, it is that of a loop over time steps.
 """
 
 from collections.abc import Mapping
@@ -33,13 +33,13 @@ from whet.verify.memory.lifetimes import FIXED_SCRATCH_BYTES, LiveBytes, Storage
 from whet.verify.trainable import Trainable, TrainableSpec
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
-# Allocation granularity in bytes: blocks of CUDACachingAllocator, pages of Metal, alignment on the CPU.
+# Allocation granularity in bytes: blocks of the CUDACachingAllocator, pages of Metal, alignment on the CPU.
 _ALLOCATION_GRANULARITY = {"cuda": 512, "mps": 16_384, "cpu": 64}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryEstimate:
-    """Peak memory of a step for any micro-batch size."""
+    """Estimated memory of a training step, as a linear function of the micro-batch size."""
 
     name: str
     device: str
@@ -50,28 +50,29 @@ class MemoryEstimate:
     phases: tuple[str, ...]
     """Phase of each operator."""
     fixed: Mapping[str, np.ndarray] = field(repr=False)
-    """Bytes at each operator that do not depend on the number of samples, by part."""
+    """Live bytes at each operator that do not depend on the number of samples, by part."""
     per_sample: Mapping[str, np.ndarray] = field(repr=False)
+    """Live bytes at each operator that each sample adds, by part."""
 
     def bytes_at(self, size: int, *, is_split: bool = False) -> int:
-        """Return the peak in bytes for a micro-batch of `size` samples.
+        """Return the peak memory in bytes for a micro-batch of `size` samples.
 
-        `is_split` means that a step consists of several micro-batches.
+        If `is_split`, a step consists of several micro-batches.
         """
         return int(self._total(size, is_split).max())
 
     def parts_at(self, size: int, *, is_split: bool = False) -> dict[str, int]:
-        """Return the bytes of each part at the peak."""
+        """Return the bytes of each part of PARTS at the peak."""
         peak = int(self._total(size, is_split).argmax())
         return {part: round(float(row[peak])) for part, row in self._rows(size, is_split).items()}
 
     def phase_at(self, size: int, *, is_split: bool = False) -> str:
-        """Return the phase of the peak: transfer, forward, backward or optimizer."""
+        """Return the phase in which the peak occurs: transfer, forward, backward or optimizer."""
         return self.phases[int(self._total(size, is_split).argmax())]
 
     @property
     def per_sample_bytes(self) -> int:
-        """Bytes that one more sample adds to the peak of a normal step."""
+        """Bytes that each additional sample adds to the peak of a normal step."""
         peak = int(self._total(self.batch_size, False).argmax())
         return round(sum(float(row[peak]) for row in self.per_sample.values()))
 
@@ -81,7 +82,7 @@ class MemoryEstimate:
     def _rows(self, size: int, is_split: bool) -> dict[str, np.ndarray]:
         rows = {part: self.fixed[part] + size * self.per_sample[part] for part in PARTS}
         if is_split:
-            # From the second micro-batch on, all gradients exist. Each new gradient also exists until it is added.
+            # From the second micro-batch on, all gradients exist. Each new gradient exists until it is accumulated.
             new = np.diff(rows["gradients"], prepend=0).clip(min=0)
             rows["gradients"] = rows["gradients"].max() + new
         return rows
@@ -97,9 +98,10 @@ def estimate_memory(
     kernels: str = "fused",
     clip: float | None = 1.0,
 ) -> MemoryEstimate:
-    """Estimate the memory of a training step on a kind of device without computing or allocating anything.
+    """Estimate the memory of a training step on a type of device, with fake tensors.
 
-    `sizes` are the two batch sizes to trace. Raises WhetError if the step depends on data.
+    Nothing is computed or allocated. `sizes` are the two batch sizes to trace. Raise WhetError if the step depends on
+    data.
     """
     if device not in _ALLOCATION_GRANULARITY:
         known = " or ".join(_ALLOCATION_GRANULARITY)
@@ -120,7 +122,7 @@ def estimate_memory(
                 executor=FakeExecutor(mode, condition=condition),
             )
 
-    # Some models accept only one batch size, and some conditions on data raise an error for one result only. Try all
+    # Some models accept only one batch size, and some models fail for one result of a condition on data. Try all
     # combinations, and report the error of the last one.
     *others, last = product((False, True) if sizes is None else (False,), (False, True))
     for is_one_size, condition in others:
@@ -148,7 +150,7 @@ def estimate_trainable(
     clip: float | None = 1.0,
     executor: FakeExecutor | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of an existing trainable: a fake one with `executor`, or a real one, which is trained."""
+    """Estimate the memory of an existing trainable: a fake one with `executor`, or a real one, which this trains."""
     executor = executor or FakeExecutor(None)
     small, large = sizes or (2, max(4, trainable.batch_size))
     traced_sizes = (small, large) if trainable.is_scalable else (trainable.batch_size, trainable.batch_size)
@@ -183,7 +185,7 @@ def estimate_trainable(
 
 @final
 class _CountingDevice(StandInDevice):
-    """A stand-in device whose clock counts operators."""
+    """A stand-in device whose time marks are operator counts."""
 
     def __init__(self, kind: str, tracker: StorageTracker) -> None:
         super().__init__(kind)
@@ -200,7 +202,7 @@ class _CountingDevice(StandInDevice):
 
 
 def _make_batch(trainable: Trainable, size: int) -> MicroBatch:
-    """Return a batch, created outside of the fake mode if possible. Reading real data fails inside the mode."""
+    """Create a batch, outside of the fake mode if possible, because reading real data fails in the mode."""
     with unset_fake_temporarily(), suppress(Exception):
         return trainable.make_batch(size)
     return trainable.make_batch(size)
@@ -208,7 +210,7 @@ def _make_batch(trainable: Trainable, size: int) -> MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class _TracedStep:
-    """Bytes alive at each operator of one step, and the operators' phases."""
+    """Live bytes at each operator of one step, and the phases of the operators."""
 
     live: LiveBytes
     phases: tuple[str, ...]
@@ -226,7 +228,7 @@ def _trace_step(
 
     def loss(moved: MicroBatch) -> Any:
         returned = trainable.loss(moved)
-        # All memory that is allocated after the forward pass is freed within the step.
+        # Memory that is allocated after the forward pass is freed within the step, unless it is relabeled below.
         tracker.label = "temporary"
         return returned
 
@@ -249,9 +251,9 @@ MemoryRows = dict[str, np.ndarray]
 
 
 def _fit_rows(small: _TracedStep, large: _TracedStep, *, sizes: list[int]) -> tuple[MemoryRows, MemoryRows]:
-    """Fit a line through the bytes of both batch sizes for each operator and part. Return intercepts and slopes.
+    """Fit a line through the live bytes of both batch sizes for each part and operator. Return intercepts and slopes.
 
-    The optimizer state and the memory of the update do not depend on the number of samples.
+    The memory of the optimizer state and of the update does not depend on the number of samples.
     """
     few, many = sizes
     rows = {part: large.live.row(part) for part in PARTS}

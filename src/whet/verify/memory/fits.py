@@ -21,28 +21,28 @@ from whet.verify.trainable import Trainable, TrainableSpec
 
 
 class MachineFit(FrozenModel):
-    """Whether and how a training fits one machine."""
+    """Whether a model can be trained in the memory of a machine, and with which micro-batch."""
 
     machine: str
     memory_bytes: int | None
-    """Memory of the accelerator, or of the machine if they share memory."""
+    """Memory of the accelerator, or of the machine if the memory is shared. None if unknown."""
     device: str
     precision: str
     is_checkpointed: bool
     micro_batch: int | None
-    """Largest even split of the global batch that fits; None if none fits."""
+    """Largest even split of the global batch that fits, or None if none fits or the memory is unknown."""
     least: int
     """Smallest possible micro-batch: 1, or the global batch if the model has BatchNorm and cannot be split."""
     num_bytes: int
-    """Memory of a step with `micro_batch`, or with `least` if nothing fits."""
+    """Memory of a step with `micro_batch`, or with `least` if that is None."""
     limit_bytes: int | None
-    """Memory limit of the plan; None if the memory of the machine is unknown."""
+    """Memory limit of the plan, or None if the memory of the machine is unknown."""
     micro_batch_checkpointed: int | None = None
-    """Micro-batch that fits with activation checkpointing; computed only if none fits without it."""
+    """Largest micro-batch that fits with activation checkpointing. Computed only if none fits without it."""
 
     @property
     def summary(self) -> str:
-        """Return the result in one line."""
+        """The result in one line."""
         named = f"{self.machine} ({format_bytes(self.memory_bytes)})" if self.memory_bytes else self.machine
         needs = format_bytes(self.num_bytes)
         if self.limit_bytes is None:
@@ -60,7 +60,7 @@ class MachineFit(FrozenModel):
 
 
 def known_machines() -> tuple[Machine, ...]:
-    """Return the machines that have a file: few, because each gets a line in a check."""
+    """Return the machines that have a file. They are few, because a check prints a line for each."""
     return tuple(load_machine(name) for name in example_machine_names())
 
 
@@ -72,10 +72,10 @@ def fit_machines(
     overrides: Mapping[str, Scalar] | None = None,
     trainable: Trainable | None = None,
 ) -> tuple[MachineFit, ...]:
-    """Return the largest micro-batch for each machine; for all known machines by default.
+    """Find the largest micro-batch that fits for each machine.
 
-    Device, precision and memory limit come from the plan for each machine with these overrides. Pass `trainable` if it
-    has already been created from the spec.
+    The device, precision and memory limit are those of the plan for the machine with these overrides. By default, the
+    machines are all that have a file. Pass `trainable` if it has already been created from the spec.
     """
     workload, has_blocks = _describe(spec, trainable, global_batch_size)
 
@@ -107,7 +107,7 @@ def _fit(plan: Plan, estimate: Callable[[str, str, str, bool], MemoryEstimate], 
     def largest(is_checkpointed: bool) -> int | None:
         if limit is None:
             return None
-        # Remove duplicates: many splits of a large batch give the same micro-batch size.
+        # Remove duplicates, because many splits of a large batch have the same micro-batch size.
         sizes = (size for size in dict.fromkeys(even_splits(global_batch)) if size >= least)
         return next((size for size in sizes if needed(size, is_checkpointed) <= limit), None)
 
@@ -130,7 +130,7 @@ def _fit(plan: Plan, estimate: Callable[[str, str, str, bool], MemoryEstimate], 
 
 
 def _describe(spec: TrainableSpec, trainable: Trainable | None, global_batch_size: int | None) -> tuple[Workload, bool]:
-    """Return the workload of a model, and whether it has blocks that can be checkpointed."""
+    """Return the workload of a model, and whether it has blocks for activation checkpointing."""
     if trainable is None:
         with fake_mode():
             trainable = spec.make()

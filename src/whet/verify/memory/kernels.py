@@ -1,8 +1,8 @@
 """Substitutes for kernels that use a different amount of memory on a GPU than on the CPU.
 
-A step is traced with CPU tensors for every device, because fake tensors of a device that torch was not built for abort
-the process in the backward pass. Most operators use the same memory on all devices. This module replaces the others.
-`device/tracing.py` handles branches that torch can be configured to take. The substitutes compute nothing.
+Steps for all devices are traced with CPU tensors, because fake tensors of a device that torch was not built for abort
+the process in the backward pass. Most operators use the same memory on all devices. This module replaces the others
+with substitutes that only allocate. `device/tracing.py` handles the branches for which torch has a setting.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,26 +17,26 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-# Vectors of the hidden size that cuDNN saves for each layer and time step, besides the input of the next layer.
+# Number of vectors of the hidden size that cuDNN saves per layer and time step, besides the input of the next layer.
 #
-# Derived from two sizes in pytorch/pytorch#2895: 736,000,000 bytes for an LSTM of 4 layers, 864,000,000 for a GRU,
-# both with hidden size 320 over 25,000 steps. The workspace there was little more than the weights. MPS is assumed to
-# be the same.
+# Derived from two sizes in pytorch/pytorch#2895: 736,000,000 bytes for an LSTM with 4 layers and 864,000,000 for a GRU,
+# both with hidden size 320 and 25,000 steps. The workspace there was only slightly larger than the weights. We assume
+# that MPS needs the same.
 _SAVED_VECTORS = {"lstm": 5, "gru": 6}
 
 
 class FusedRnn(Function):
-    """An LSTM or GRU as in cuDNN and MPS: one kernel for all time steps, and one saved buffer for the backward pass."""
+    """An LSTM or GRU as in cuDNN and MPS: one kernel for all time steps, and one buffer saved for the backward pass."""
 
     @staticmethod
     def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Replace torch.lstm, with padded or packed inputs."""
+        """Replace torch.lstm for padded and packed inputs."""
         output, *states = _run_rnn("lstm", args)
         return output, states[0], states[1]
 
     @staticmethod
     def gru(*args: Any) -> tuple[Tensor, Tensor]:
-        """Replace torch.gru."""
+        """Replace torch.gru for padded and packed inputs."""
         output, *states = _run_rnn("gru", args)
         return output, states[0]
 
@@ -62,7 +62,7 @@ class FusedRnn(Function):
 
 
 def _run_rnn(kind: str, args: tuple[Any, ...]) -> Any:
-    """Unpack the arguments of torch.lstm and torch.gru, whose order differs for padded and packed inputs."""
+    """Run `FusedRnn` with the arguments of torch.lstm or torch.gru, which differ for padded and packed inputs."""
     is_packed = isinstance(args[1], Tensor) and not isinstance(args[3], bool)
     if is_packed:
         data, _, states, weights, _, layers, _, _, is_bidirectional = args
@@ -96,13 +96,13 @@ class FusedRmsNorm(Function):
 
 
 _aten = torch.ops.aten
-# Original functions, which the substitutes call.
+# The original functions, which the substitutes call.
 _run_backward = torch.autograd.graph._engine_run_backward
 _attention = functional.scaled_dot_product_attention
 _dropout = functional.dropout
 _cross_entropy = functional.cross_entropy
-# Functions that autocast computes in float32 on CUDA and MPS but not on the CPU. Only functions that save tensors are
-# listed, because the others do not change the peak.
+# Functions that autocast runs in float32 on CUDA and MPS, but not on the CPU. Only functions that save tensors are
+# listed, because the others do not affect the peak.
 _FLOAT32_UNDER_AUTOCAST = (
     functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm,
     functional.softmax, torch.softmax, Tensor.softmax, functional.log_softmax, torch.log_softmax, Tensor.log_softmax,
@@ -113,7 +113,7 @@ _FLOAT32_UNDER_AUTOCAST = (
 
 
 class DeviceKernels(TorchFunctionMode):
-    """Makes torch functions use the kernels that they would use on the device."""
+    """Replaces torch functions with substitutes for the kernels that they would use on a device."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class DeviceKernels(TorchFunctionMode):
             handlers[functional.dropout] = handlers[torch.dropout] = _cuda_dropout
             handlers[functional.scaled_dot_product_attention] = _cuda_attention
         self._handlers = handlers
-        # multi_head_attention_forward is a Python function. A mode that handles it does not see the calls inside.
+        # multi_head_attention_forward is a Python function. A mode that handles it does not get the calls inside it.
         self._inside_attention = {
             name: handler
             for name in ("dropout", "scaled_dot_product_attention")
@@ -141,7 +141,7 @@ class DeviceKernels(TorchFunctionMode):
             with _replaced(functional, self._inside_attention):
                 return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward):
-            # Recomputed blocks run inside the backward pass and also need the mode.
+            # Checkpointed blocks are recomputed in the backward pass, and need this mode too.
             with _replaced(torch.autograd, {"_engine_run_backward": self._entered(_run_backward)}):
                 return func(*args, **kwargs)
         if func not in self._handlers:
@@ -163,7 +163,7 @@ class DeviceKernels(TorchFunctionMode):
 
 @contextmanager
 def autocast(precision: str) -> Iterator[None]:
-    """Enable autocast of CPU tensors for half precisions. Other precisions have no effect."""
+    """Enable CPU autocast if the precision is bf16 or fp16. Other precisions have no effect."""
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     if half is None:
         yield
@@ -189,9 +189,10 @@ def _as_float32(value: Any) -> Any:
 
 
 def _gpu_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    """Compute cross_entropy as a GPU does under autocast: log_softmax in the dtype of the logits, nll_loss in float32.
+    """Compute cross_entropy like a GPU under autocast: log_softmax in the dtype of the logits, nll_loss in float32.
 
-    LossNLL.cpp passes the dtype explicitly, and autocast does not change it. A trace on an H200 with torch 2.11 agrees.
+    LossNLL.cpp passes the dtype explicitly, so autocast does not change it. A trace on an H200 with torch 2.11 confirms
+    this.
     """
     if not torch.is_autocast_enabled("cpu"):
         return _cross_entropy(input, target, *args, **kwargs)
@@ -204,9 +205,9 @@ def _gpu_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any)
 
 
 def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
-    """Compute dropout as CUDA does, with a saved mask of one byte per element.
+    """Compute dropout like CUDA, which saves a mask with one byte per element.
 
-    The CPU and MPS save a mask in the dtype of the input.
+    The CPU and MPS save a mask with the dtype of the input.
     """
     if not training or p == 0 or inplace:
         return _dropout(input, p, training, inplace)
@@ -224,7 +225,7 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention as CUDA does: flash attention in half precision, otherwise the memory-efficient kernel.
+    """Compute attention like CUDA: flash attention in half precision without a mask, else the memory-efficient kernel.
 
     Neither kernel stores the attention matrix.
     """

@@ -13,27 +13,30 @@ from torch.utils._pytree import tree_leaves
 
 from whet.verify.fake_tensors import FakeExecutor
 
-# Returns the bytes of a kernel's temporary memory, given the operator, its inputs and its outputs.
+# Maps an operator, its inputs and its outputs to the bytes of temporary memory that its kernel allocates.
 ScratchFunction = Callable[[Any, tuple[Any, ...], Any], int]
 
 
 @dataclass(slots=True)
 class StorageLifetime:
+    """The size and the lifetime of a storage, in operator counts."""
+
     num_bytes: int
     born: int
     label: str
     died: int | None = None
+    """Number of the last operator before the storage was freed, or None if it is alive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveBytes:
-    """Bytes alive at each operator of one step, by label."""
+    """Live bytes at each operator of one step, by label."""
 
     live: dict[str, np.ndarray]
     num_operators: int
 
     def row(self, label: str) -> np.ndarray:
-        """Return the bytes of one label at each operator."""
+        """Return the live bytes of one label at each operator, (operators,). They are 0 for an unknown label."""
         row = self.live.get(label)
         return np.zeros(self.num_operators) if row is None else row.astype(np.float64)
 
@@ -42,7 +45,7 @@ class LiveBytes:
 class _StorageLog:
     """All recorded lifetimes.
 
-    They are separate from the mode, so that storages that outlive the mode do not keep it alive.
+    This object is separate from the mode, so that storages that outlive the mode do not keep it alive.
     """
 
     now: int = 0
@@ -52,7 +55,7 @@ class _StorageLog:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Follows each new storage, fake or real, until it is freed. The clock counts operators."""
+    """Records when each storage, fake or real, is allocated and freed. Time is counted in operators."""
 
     def __init__(self, *, granularity: int, scratch: ScratchFunction, executor: FakeExecutor) -> None:
         super().__init__()
@@ -61,15 +64,15 @@ class StorageTracker(TorchDispatchMode):
         self._executor = executor
         self._log = _StorageLog()
         self.label = "activations"
-        """Label of storages created from now on."""
+        """Label of the storages that are allocated from now on."""
 
     @property
     def now(self) -> int:
-        """Number of the last operator."""
+        """Number of operators so far."""
         return self._log.now
 
     def follow(self, tensors: Iterable[Tensor], *, label: str) -> None:
-        """Follow these tensors, or change their label if they are already followed."""
+        """Track the storages of these tensors, or change their label if they are already tracked."""
         for tensor in tensors:
             self._follow(tensor, label).label = label
 
@@ -87,7 +90,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def live_bytes(self, start: int, end: int) -> LiveBytes:
-        """Return the bytes alive at the operators after `start`, up to and including `end`."""
+        """Return the live bytes at the operators after number `start`, up to and including `end`."""
         changes: dict[str, np.ndarray] = {}
         for lifetime in self._log.lifetimes:
             died = end if lifetime.died is None else min(lifetime.died, end)
@@ -106,7 +109,7 @@ class StorageTracker(TorchDispatchMode):
         return LiveBytes(live=live, num_operators=end - start)
 
     def _follow(self, tensor: Tensor, label: str) -> StorageLifetime:
-        # Bypass function modes, which would handle this call for every tensor.
+        # Bypass function modes, which would otherwise intercept this call for every tensor.
         with torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()
         key = storage._cdata
@@ -131,15 +134,15 @@ class StorageTracker(TorchDispatchMode):
 # --- scratch memory of kernels ----------------------------------------------------------------------------------------
 
 _MB = 1024**2
-# cuBLAS keeps a workspace for each combination of thread and stream: 32 MiB on Hopper (8 MiB on older GPUs) for the
-# forward pass, and the same for the autograd thread. torch allocates them, so they count as allocated.
+# cuBLAS keeps a workspace per combination of thread and stream: 32 MiB on Hopper (8 MiB on older GPUs) for the forward
+# pass, and as much for the autograd thread. torch allocates them, so they count as allocated memory.
 FIXED_SCRATCH_BYTES = {"cuda": 64 * _MB, "mps": 0, "cpu": 0}
-# Operators that copy the argument at this position if it is not contiguous.
+# Operators that copy an argument if it is not contiguous, and the position of that argument.
 _COPIES_STRIDED_INPUT = {"aten::native_layer_norm": 0, "aten::native_layer_norm_backward": 1}
 
 
 def scratch_function(device: str) -> ScratchFunction:
-    """Return the scratch rule of a device."""
+    """Return the function that computes the temporary memory of kernels on a type of device."""
     return _cuda_scratch if device == "cuda" else _no_scratch
 
 
@@ -150,7 +153,7 @@ def _no_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: ARG
 def _cuda_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: ARG001
     name = func.name()
     if name == "aten::_scaled_dot_product_flash_attention_backward":
-        # The kernel accumulates the gradient of the queries in float32, and one number per row.
+        # The kernel accumulates the gradient of the queries in float32, and needs one float per row.
         return int(args[1].numel() * 4 + args[1].numel() // args[1].shape[-1] * 4)
     if name == "aten::_scaled_dot_product_efficient_attention_backward":
         query = args[1]
@@ -160,6 +163,6 @@ def _cuda_scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: A
         tensor = args[_COPIES_STRIDED_INPUT[name]]
         return 0 if tensor.is_contiguous() else int(tensor.nbytes)
     if name == "aten::embedding_dense_backward":
-        # Indices are sorted together with their positions: two copies of each, plus the memory of the sort.
+        # The kernel sorts indices together with their positions: two copies of each, plus the memory of the sort.
         return int(args[1].numel() * 8 * 5)
     return 0

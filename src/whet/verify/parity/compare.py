@@ -23,27 +23,27 @@ from whet.verify.trainable import TrainableSpec
 # --- determinism ------------------------------------------------------------------------------------------------------
 
 DETERMINISM_STEPS = 3
-# Maximum difference between two runs on a GPU that is explained by the varying order of sums.
+# Maximum relative difference between two runs on a GPU that counts as rounding, due to the varying order of sums.
 ROUNDING_TOLERANCE = 1e-4
 _WEIGHT = "the weight "
-# Minimum error of a wrong operator if loss, gradients and updates agree. Rounding is far below it; the bounds of single
-# operators are too close to rounding to decide alone.
+# Minimum error of a wrong operator if the loss, gradients and updates agree. Rounding is far below this, whereas the
+# bounds of single operators are too close to rounding to decide alone.
 OPERATOR_BOUND = 1e-3
 
 
 class DeterminismResult(FrozenModel):
-    """The result of two short runs with the same weights and seeds, including dropout."""
+    """The result of comparing two short runs with the same weights and seeds. Dropout is active."""
 
     is_same: bool
     steps: int = DETERMINISM_STEPS
     first: str | None = None
-    """First tensor that differs; None if all are the same."""
+    """First tensor that differs, or None if all are the same."""
     num_different: int = 0
     num_tensors: int
     error: RelativeError = 0.0
     """Largest relative difference in the first step that differs."""
     is_rounding: bool = False
-    """Whether the difference is the rounding of nondeterministic sums, which CUDA documents."""
+    """Whether the difference is small enough to be due to nondeterministic sums, which CUDA documents."""
 
     @property
     def agrees(self) -> bool:
@@ -51,7 +51,7 @@ class DeterminismResult(FrozenModel):
 
 
 def run_twice(replicas: ReplicaFactory, device: AbstractDevice) -> DeterminismResult:
-    """Run a few steps twice and compare every bit."""
+    """Run DETERMINISM_STEPS steps twice, and compare every bit."""
     first_run, second_run = _record_steps(replicas, device), _record_steps(replicas, device)
     for number, (first, second) in enumerate(zip(first_run, second_run, strict=True), start=1):
         different = [name for name in first if not _same_bits(first[name], second[name])]
@@ -69,9 +69,10 @@ def run_twice(replicas: ReplicaFactory, device: AbstractDevice) -> DeterminismRe
 
 
 def _difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Return the largest difference of loss and gradients, or of the weights if nothing else differs.
+    """Return the largest relative difference in the loss and gradients, or in the weights if nothing else differs.
 
-    Weights are a poor measure: an adaptive optimizer amplifies the rounding of an almost zero gradient to a full step.
+    Weights are a poor measure, because an adaptive optimizer amplifies rounding in an almost zero gradient to a full
+    step.
     """
     errors = relative_errors(second, first)
     not_weights = [error for name, error in errors.items() if error and not name.startswith(_WEIGHT)]
@@ -79,7 +80,7 @@ def _difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> fl
 
 
 def _record_steps(replicas: ReplicaFactory, device: AbstractDevice) -> list[dict[str, Tensor]]:
-    """Return the loss, the gradients in backward order, and the weights of each step."""
+    """Run a few steps. Return the loss, the gradients in backward order, and the weights of each step."""
     with replicas.on(device, dropout=True) as replica:
         stepper = replica.stepper(replica.optimizer())
         steps = []
@@ -93,7 +94,7 @@ def _record_steps(replicas: ReplicaFactory, device: AbstractDevice) -> list[dict
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
-    """Return whether all bits are the same. A NaN equals itself."""
+    """Return whether all bits of two tensors are the same. A NaN equals itself."""
     return first.shape == second.shape and torch.equal(
         first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
     )
@@ -108,29 +109,32 @@ class ParityResult(FrozenModel):
     name: str
     device: str
     reference: str
-    """Reference: "cpu float64", or "cpu float32" for a model that does not run in float64."""
+    """The reference: "cpu float64", or "cpu float32" if the model does not run in float64."""
     size: int
     """Number of samples in the batch."""
     steps: int
     num_draws: int = 0
-    """Number of random draws of a step, which were repeated on all sides."""
+    """Number of random draws of a step. All sides use the same random numbers."""
     rows: tuple[ParityRow, ...]
-    """Compared quantities; empty if nothing could be compared."""
+    """The compared quantities. Empty if nothing could be compared."""
     determinism: DeterminismResult
     precisions: tuple[PrecisionResult, ...] = ()
     located: LocateResult | None = None
-    """First wrong operator; None if nothing differs and everything could be judged."""
+    """The result of the search for a wrong operator, or None if nothing differs and everything could be judged."""
     obstacles: tuple[str, ...] = ()
-    """Why the comparison cannot be judged, if nothing differs."""
+    """Reasons why agreement cannot be judged. Empty if it can."""
     notes: tuple[str, ...] = ()
     is_virtual: bool = False
     """Whether the device is simulated."""
     is_precision_required: bool = False
-    """Whether the user requested the precisions, so that they count for `agrees`."""
+    """Whether the user requested the precisions. Only then do they count for the verdict."""
 
     @property
     def verdict(self) -> Verdict:
-        """A wrong operator is wrong even if the whole cannot be judged; nothing else is concluded then."""
+        """The overall verdict.
+
+        It is "differs" if an operator is wrong, even if there are obstacles. Otherwise, obstacles preclude a verdict.
+        """
         if any(row.verdict == "differs" for row in self.rows) or (self.located and self.located.culprit):
             return "differs"
         if self.obstacles:
@@ -154,7 +158,7 @@ def validate_compare_options(
     precisions: Sequence[str] | None,
     out: Path | None,
 ) -> None:
-    """Raise UsageError for invalid options, before the model is loaded."""
+    """Raise UsageError for invalid options. Call this before the model is loaded."""
     for option, number in (("--steps", steps), ("--size", 1 if size is None else size)):
         if number < 1:
             raise UsageError(f"{option} must be at least 1", got=str(number), try_=f"{option} 20")
@@ -166,7 +170,7 @@ def validate_compare_options(
 
 
 def choose_device(names: Sequence[str]) -> AbstractDevice:
-    """Return the device to compare with the CPU, or the CPU itself if there is no other."""
+    """Open the device to compare with the CPU, or the CPU itself if there is no other. Raise UsageError for several."""
     if len(set(names)) < len(names):
         raise UsageError("a device is named twice", got=",".join(names), try_="--devices cpu,mps")
     others = [name for name in names if name != "cpu"]
@@ -178,7 +182,7 @@ def choose_device(names: Sequence[str]) -> AbstractDevice:
 
 
 def choose_precisions(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the requested precisions; bf16 by default."""
+    """Return the requested precisions, or bf16 by default. Raise UsageError for an unknown precision."""
     for name in names or ():
         if name not in GRADIENT_BOUNDS:
             raise UsageError("unknown precision", got=name, try_=" or ".join(GRADIENT_BOUNDS))
@@ -195,7 +199,7 @@ def compare_devices(
     out: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ParityResult:
-    """Train the same weights with the same batch and draws on the CPU and on a device, and compare the results.
+    """Train the same weights with the same batch and random draws on the CPU and on a device. Compare the results.
 
     docs/compare.md describes the comparison.
     """
@@ -221,9 +225,9 @@ def compare_devices(
     located = locate(
         replicas,
         device,
-        # A wrong forward or backward pass shows in the first step. The compared update consists of two steps.
+        # A wrong forward or backward pass is visible in the first step. The compared update consists of two steps.
         steps={"update": 2, "trajectory": steps}.get(wrong[0], 1) if wrong else 1,
-        # Where nothing else differs, an operator is wrong only far above rounding.
+        # If nothing else differs, an operator counts as wrong only if its error is far above rounding.
         least=0.0 if wrong else OPERATOR_BOUND,
         out=out,
     )
@@ -253,7 +257,7 @@ def compare_devices(
 def _compare_training(
     replicas: ReplicaFactory, device: AbstractDevice, *, steps: int, progress: Callable[[str], None]
 ) -> tuple[TrainingParity, tuple[str, ...]]:
-    """Compare the training run with the CPU, and return why it cannot be judged."""
+    """Compare training with the CPU. Return the result, and the reasons why agreement cannot be judged."""
     obstacle = replicas.obstacle
     if obstacle is None:
         try:

@@ -19,15 +19,15 @@ from whet.verify.parity.reproducer import write_reproducer
 from whet.verify.parity.training import ReplicaFactory
 from whet.verify.tolerance import RelativeError, relative_error
 
-# Maximum relative error of a module that counts as rounding. A module may contain many operators.
+# Maximum relative error of a module that counts as rounding. It is large, because a module may contain many operators.
 MODULE_BOUND = 1e-3
 
 
 class WrongOperator(FrozenModel):
-    """The first wrong operator, or the first wrong module if no single operator is wrong."""
+    """The first wrong operator, or the first wrong module if no operator is known to be wrong."""
 
     operator: str | None = None
-    """Name of the operator; None if only the module is known."""
+    """Name of the operator, or None if only the module is known."""
     phase: str
     """Phase of the step: "forward", "backward" or "update"."""
     module: str | None = None
@@ -38,7 +38,7 @@ class WrongOperator(FrozenModel):
 
 
 class LocateResult(FrozenModel):
-    """Results of replaying every operator of a step on the CPU."""
+    """The results of replaying every operator of a step on the CPU."""
 
     culprit: WrongOperator | None = None
     wrong: dict[str, int] = Field(default_factory=dict)
@@ -49,14 +49,15 @@ class LocateResult(FrozenModel):
     """Operators without a CPU kernel, which were not checked."""
     num_checked: int = 0
     reproducer: str | None = None
+    """Path of the program that reproduces the wrong operator, or None if none was written."""
 
 
 def locate(
     replicas: ReplicaFactory, device: AbstractDevice, *, steps: int = 1, least: float = 0.0, out: Path | None = None
 ) -> LocateResult:
-    """Replay steps until an operator is wrong by more than `least`, and write a program that reproduces it to `out`.
+    """Replay steps until an operator has an error above `least`. Write a program that reproduces it to `out`.
 
-    If no operator is wrong, and `least` is 0, the first wrong module is looked for.
+    If no operator is wrong and `least` is 0, look for the first wrong module.
     """
     with replicas.on(device) as replica:
         optimizer = replica.optimizer()
@@ -68,7 +69,7 @@ def locate(
                 with locator.tracking(), replay:
                     replica.step(stepper, number)
             except UnrepeatableDrawError:
-                # The draws depend on the step, so that the steps before this one were compared.
+                # The draws differ between steps. Only the steps before this one were compared.
                 if number == 1:
                     raise
                 break
@@ -86,11 +87,11 @@ def locate(
             bound=first.bound,
             step=number,
         )
-        # The reproducer of a random operator would draw other numbers.
+        # A reproducer of a random operator would draw different numbers, so do not write one.
         if out is not None and torch.Tag.nondeterministic_seeded not in first.func.tags:
             reproducer = str(write_reproducer(first, out, device=str(device.torch_device)))
     elif device.kind != "cpu" and not least:
-        # The error is in an operator that cannot be checked, or in code that bypasses torch's dispatcher.
+        # The error must be in an operator that cannot be checked, or in code that bypasses torch's dispatcher.
         wrong = first_wrong_module(replicas, device)
         if wrong is not None:
             culprit = WrongOperator(phase=wrong.phase, module=wrong.name, error=wrong.error, bound=wrong.bound)
@@ -109,13 +110,13 @@ def locate(
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One call of a module on the CPU."""
+    """A recorded call of a module on the CPU."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients of the output tensors, by index."""
+    """Gradients of the output tensors, by the index of the tensor in the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +128,10 @@ class WrongModule:
 
 
 def first_wrong_module(replicas: ReplicaFactory, device: AbstractDevice) -> WrongModule | None:
-    """Return the first module with wrong outputs or gradients; None if there is none.
+    """Return the first module with wrong outputs or gradients, or None.
 
-    Inner modules are checked before their parents. Each module gets inputs and gradients from the CPU, so that errors
-    do not propagate, and repeats the draws that it makes on the CPU.
+    Inner modules are checked before their parents. Each module gets its inputs and gradients from the CPU, so that
+    errors do not propagate, and uses the same random draws as on the CPU.
     """
     calls = _module_calls(replicas)
     with replicas.on(CpuDevice()) as on_cpu, replicas.on(device) as replica:
@@ -150,7 +151,7 @@ def first_wrong_module(replicas: ReplicaFactory, device: AbstractDevice) -> Wron
 
 
 def _module_calls(replicas: ReplicaFactory) -> list[ModuleCall]:
-    """Record every call of every module on the CPU. Calls are in the order in which they return."""
+    """Run a step on the CPU, and record all module calls in the order in which they return."""
     ended: list[ModuleCall] = []
     running: list[ModuleCall] = []
     with replicas.on(CpuDevice()) as replica:
@@ -187,7 +188,7 @@ def _clone(tree: Any) -> Any:
 
 
 def _call(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) -> tuple[Any, list[Tensor]]:
-    """Call the module with the recorded inputs. Return its output and the inputs that can have a gradient."""
+    """Call the module with the recorded inputs. Return its output, and the inputs that can have a gradient."""
     sources: list[Tensor] = []
 
     def moved(leaf: Any) -> Any:
@@ -197,7 +198,7 @@ def _call(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) 
         if not tensor.is_floating_point():
             return tensor
         sources.append(tensor.requires_grad_())
-        # Return a copy that is not a leaf, because torch forbids changing a leaf tensor in place.
+        # Return a non-leaf copy, because torch does not allow in-place changes of leaf tensors that require gradients.
         return tensor * 1
 
     return module(*tree_map(moved, call.args), **tree_map(moved, call.kwargs)), sources
@@ -206,7 +207,7 @@ def _call(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) 
 def _module_error(
     compute: "_Compute", reference: nn.Module, module: nn.Module, call: ModuleCall, device: AbstractDevice
 ) -> float:
-    """Return the largest error of what `compute` returns for a module; 0 if its draws cannot be repeated."""
+    """Return the relative error of the tensors that `compute` returns for a module, or 0 if draws are unrepeatable."""
     draws = RecordedDraws()
     try:
         with draws.record_or_repeat():
@@ -215,8 +216,8 @@ def _module_error(
             actual = compute(module, call, device.put) if expected else []
     except UnrepeatableDrawError:
         return 0.0
-    # Compare all tensors together. Alone, a gradient that cancels to rounding error, as of a bias before BatchNorm,
-    # would fail.
+    # Compare all tensors together. A gradient that cancels to rounding noise, such as that of a bias before BatchNorm,
+    # would fail on its own.
     return relative_error(actual, expected) if expected else 0.0
 
 

@@ -17,27 +17,27 @@ from whet.verify.isolation import disable_dropout, preserve_model_and_rng
 from whet.verify.tolerance import RelativeError, relative_error, relative_errors
 
 LOSS_BOUNDS = {"bf16": 2e-2, "fp16": 5e-3, "tf32": 5e-3}
-# Maximum relative errors that count as agreement. bf16 has 8 significant bits, fp16 and tf32 have 11. Correct
-# transformers have errors of 0.06 and 0.002. Correct convnets with max-pooling have 0.1 and 0.06, because rounding
-# decides which value is pooled.
+# Maximum relative errors that count as agreement. bf16 has 8 significant bits, and fp16 and tf32 have 11. Correct
+# transformers have errors of 0.06 and 0.002, respectively. Correct convnets with max-pooling have errors of 0.1 and
+# 0.06, because rounding decides which value is pooled.
 GRADIENT_BOUNDS = {"bf16": 2e-1, "fp16": 1e-1, "tf32": 1e-1}
-# Bits of a float32 that rounding to these precisions drops.
+# Number of bits of a float32 that rounding to these precisions drops.
 _DROPPED_BITS = {"bf16": 16, "fp16": 13, "tf32": 13}
-# Maximum error of a tensor as a multiple of what rounding the weights and the inputs once changes in it. A correct
-# ResNet-50 at its first step has at most 1.8: each of its layers rounds the activations as well.
+# Maximum error of a gradient, as a multiple of the error that rounding the weights and inputs once causes. A correct
+# ResNet-50 reaches 1.8 in its first step, because each of its layers also rounds the activations.
 _ROUNDING_FACTOR = 4.0
-# Loss scales, tried in this order until no gradient overflows, as a loss scaler does.
+# Loss scales. Like a gradient scaler, try them in this order until no gradient overflows.
 _LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
 class PrecisionResult(FrozenModel):
-    """A forward and backward pass in a lower precision compared with fp32, without dropout."""
+    """The result of comparing a forward and backward pass in a lower precision with fp32. Dropout is disabled."""
 
     precision: str
     loss_error: RelativeError
     loss_bound: RelativeError
     gradient_error: RelativeError
-    """Error of the gradient that is closest to its bound, or farthest beyond it."""
+    """Error of the gradient with the largest ratio of error to bound."""
     bound: RelativeError
     """Bound of that gradient."""
     worst: str | None = None
@@ -53,9 +53,10 @@ class PrecisionResult(FrozenModel):
 def compare_precision(
     model: nn.Module, loss: MicroLoss, micro: MicroBatch, device: AbstractDevice, precision: str
 ) -> PrecisionResult:
-    """Compare a pass in `precision` (bf16, fp16 or tf32) with a pass in fp32 on the device of the model.
+    """Compare a forward and backward pass in `precision` (bf16, fp16 or tf32) with one in fp32 on the same device.
 
-    Both passes use the same random draws. Weights, buffers, gradients, modes and generators are restored.
+    Both passes use the same random draws. Weights, buffers, gradients, training modes and random generators are
+    restored.
     """
     if precision not in GRADIENT_BOUNDS:
         raise UsageError("unknown precision", got=precision, try_=" or ".join(GRADIENT_BOUNDS))
@@ -67,8 +68,8 @@ def compare_precision(
     loss_error, errors = relative_error(actual_loss, expected_loss), relative_errors(actual, expected)
     loss_bound, bounds = LOSS_BOUNDS[precision], dict.fromkeys(errors, GRADIENT_BOUNDS[precision])
     if loss_error > loss_bound or any(error > GRADIENT_BOUNDS[precision] for error in errors.values()):
-        # The layers of a deep network with BatchNorm amplify any rounding until early gradients are unrelated to those
-        # of fp32. That is how such a model trains in every precision, so each layer gets a bound of its own.
+        # A deep network with BatchNorm amplifies rounding errors until the gradients of early layers are unrelated to
+        # those of fp32. This happens in every precision, so derive a separate bound for each layer.
         for is_nearest in (True, False):
             with preserve_model_and_rng(model, device), draws.record_or_repeat():
                 _round_weights(model, precision, is_nearest=is_nearest)
@@ -109,7 +110,7 @@ def _round_weights(model: nn.Module, precision: str, *, is_nearest: bool) -> Non
 
 
 def _round(tensor: Tensor, *, precision: str, is_nearest: bool) -> Tensor:
-    """Return a float32 tensor rounded to the significant bits of a precision, or towards zero; others unchanged."""
+    """Round a float32 tensor to the significant bits of a precision, to nearest or toward zero. Return others as is."""
     if tensor.dtype != torch.float32:
         return tensor
     dropped = _DROPPED_BITS[precision]
@@ -120,7 +121,7 @@ def _round(tensor: Tensor, *, precision: str, is_nearest: bool) -> Tensor:
 def _loss_and_gradients(
     model: nn.Module, loss: MicroLoss, micro: MicroBatch, device: AbstractDevice, precision: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and gradients on the CPU, in training mode without dropout. The model is not restored."""
+    """Return the loss and gradients, moved to the CPU. The model remains in training mode. Dropout is disabled."""
     model.train()
     with device.preserve_precision(), disable_dropout(model):
         device.use_precision(precision)

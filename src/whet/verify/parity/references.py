@@ -1,4 +1,4 @@
-"""Reference results of operators: from the CPU kernel, in float64 if possible, or from a formula if there is none."""
+"""Reference results of operators: from the CPU kernel, in float64 if possible, or from a formula if it has none."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _UNSUPPORTED = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class CompletedCall:
-    """The returned value of an operator, and its arguments, which the operator may have changed."""
+    """The return value of an operator, and its arguments after the call, which it may have changed."""
 
     returned: Any
     args: tuple[Any, ...]
@@ -23,17 +23,18 @@ class CompletedCall:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceResult:
-    """The expected result; None if it is unknown."""
+    """The expected result of an operator."""
 
     float64: CompletedCall | None
-    """Result in float64."""
+    """Result in float64, or None if it is unknown."""
     own: CompletedCall | None
-    """Result in the original dtypes, which shows the rounding error of the CPU."""
+    """Result in the original dtypes, which shows the CPU's rounding error, or None if it is unknown."""
     is_formula: bool = False
+    """Whether the result comes from a formula in FORMULAS."""
 
 
 def reference_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReferenceResult:
-    """Compute the reference result from inputs on the CPU. The inputs are not changed."""
+    """Compute the reference result on the CPU. The arguments are copied first, so they do not change."""
     formula = FORMULAS.get(func.name())
     if formula is not None:
         returned = _try_call(lambda: formula(*copy_to_float64(args), **copy_to_float64(kwargs)))
@@ -44,12 +45,12 @@ def reference_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def copy_to_float64(tree: Any) -> Any:
-    """Copy all tensors to the CPU, in float64."""
+    """Copy all tensors in a pytree to the CPU. Convert floating-point tensors to float64."""
     return tree_map(lambda leaf: _copy(leaf, float64=True), tree)
 
 
 def copy_to_cpu(tree: Any) -> Any:
-    """Copy all tensors to the CPU, keeping their layouts."""
+    """Copy all tensors in a pytree to the CPU, with their dtypes."""
     return tree_map(lambda leaf: _copy(leaf, float64=False), tree)
 
 
@@ -58,7 +59,7 @@ def _copy(leaf: Any, *, float64: bool) -> Any:
         return torch.device("cpu")
     if not isinstance(leaf, Tensor):
         return leaf
-    # Copy first and convert later, because MPS gives wrong results for copies that also convert.
+    # Copy before converting, because MPS produces wrong results for copies that also convert.
     on_cpu = leaf.detach().cpu()
     on_cpu = on_cpu.clone() if on_cpu is leaf or leaf.device.type == "cpu" else on_cpu
     return on_cpu.to(_FLOAT64.get(on_cpu.dtype, on_cpu.dtype)) if float64 else on_cpu
@@ -140,7 +141,7 @@ def _efficient_attention_backward(
     return grad_scores @ k * factor, grad_scores.transpose(-2, -1) @ q * factor, weights.transpose(-2, -1) @ grad
 
 
-# Formulas of CUDA operators that the CPU does not have. Only the results that a formula returns are compared.
+# Formulas for CUDA operators that have no CPU kernel. Only the results that a formula returns are compared.
 FORMULAS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "aten::_scaled_dot_product_efficient_attention": _efficient_attention,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,

@@ -29,11 +29,11 @@ class OperatorLocation:
     """Phase of the step: "forward", "backward" or "update"."""
     module: str | None = None
     line: str | None = None
-    """Source line, such as "file.py:42"."""
+    """Line of user code, such as "file.py:42"."""
 
 
 class OperatorLocator:
-    """Tracks the module and line of user code of each operator, including operators of the backward pass."""
+    """Finds the module and the line of user code of each operator, including those in the backward pass."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         self._names = {module: name for name, module in model.named_modules()}
@@ -45,7 +45,7 @@ class OperatorLocator:
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Track one step."""
+        """Return a context manager that tracks the operators of one step."""
         self._forward.clear()
         hooks = []
         for module, name in self._names.items():
@@ -55,7 +55,7 @@ class OperatorLocator:
             hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._set_updating(True)))
             hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._set_updating(False)))
         try:
-            # Run backward in this thread, so that operators are recorded in order.
+            # Run the backward pass in this thread, so that its operators are recorded in order.
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
@@ -73,8 +73,8 @@ class OperatorLocator:
         if self._is_updating:
             return OperatorLocation("update")
         location = OperatorLocation("forward", self._open_modules[-1] if self._open_modules else None, _line())
-        # torch creates the node just before its operator runs. Later operators without a node must not replace its
-        # location.
+        # torch creates the autograd node just before its operator runs. Later operators without a node must not replace
+        # the location of that node.
         self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, location)
         return location
 
@@ -96,26 +96,26 @@ def _line() -> str | None:
 
 # --- replay -----------------------------------------------------------------------------------------------------------
 
-# Maximum error of a single float32 operator that counts as rounding: at least, and if the error of the CPU is unknown.
-# The gradient of a convolution before a BatchNorm cancels, with an error of up to 4e-5 on a correct CPU.
+# Error of a single float32 operator that always counts as rounding, and the same if the error of the CPU is unknown.
+# The gradient of a convolution before BatchNorm cancels, with an error of up to 4e-5 on a correct CPU.
 MIN_BOUND, BOUND_WITHOUT_REFERENCE = 1e-5, 1e-4
-# Operators with the minimum bound `BOUND_WITHOUT_REFERENCE`. GPUs may compute convolutions with Winograd transforms,
-# which round more than a plain sum. Fused updates on CUDA round 1 - beta in float32, an error of 1e-5 (1.3e-5 measured
-# on an H200).
+# Operators whose minimum bound is BOUND_WITHOUT_REFERENCE. GPUs may compute convolutions with Winograd transforms,
+# which have larger rounding errors than a plain sum. Fused updates on CUDA round 1 - beta to float32, which causes an
+# error of 1e-5 (1.3e-5 measured on an H200).
 COARSE_OPERATORS = ("aten::convolution", "aten::cudnn_convolution", "aten::mkldnn_convolution", "aten::_fused_")
 # Rounding error of a dtype relative to float32.
 _ROUNDING = {torch.float32: 1.0, torch.float16: 2.0**13, torch.bfloat16: 2.0**16}
 _EPSILON = 2.0**-24
 _DROPOUT = torch.ops.aten.native_dropout
-# Operators whose result is uninitialized or not a tensor.
+# Operators whose result is uninitialized memory or not a tensor.
 _WITHOUT_VALUES = ("aten::empty", "aten::new_empty", "aten::resize", "aten::set_", "aten::_local_scalar_dense")
-# Operators that may return equal values in any order.
+# Operators for which the order of equal values is undefined.
 _UNSTABLE_ORDER = ("aten::argmax", "aten::argmin", "aten::argsort", "aten::sort", "aten::topk")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:
-    """The memory layout of a tensor. Some kernels are wrong only for certain layouts."""
+    """The memory layout of a tensor. Some kernels produce wrong results only for certain layouts."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -125,29 +125,30 @@ class TensorLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrongOperatorCall:
-    """A call whose result differs from the CPU, with everything that is needed to repeat it."""
+    """An operator call whose result differs from the CPU, with everything that is needed to repeat it."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """Arguments before the call, on the CPU."""
+    """Keyword arguments. Like `args`, they are copies on the CPU from before the call."""
     layouts: tuple[TensorLayout, ...]
     """Layouts of all tensor arguments, in order."""
     expected: tuple[Tensor, ...]
     is_formula: bool
-    """Whether the expected result comes from a formula, because the CPU has no such operator."""
+    """Whether the expected result comes from a formula instead of the CPU's kernel."""
     location: OperatorLocation
     error: float
     bound: float
-    """Error and bound of the result that exceeds its bound most."""
+    """Bound of the result that exceeds its bound by the largest factor. `error` is the error of the same result."""
     bounds: tuple[float, ...]
+    """Maximum relative error of each result."""
     floors: tuple[float, ...]
-    """Minimum scale of the relative error of each result."""
+    """Minimum denominator of the relative error of each result."""
 
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Results of replaying the operators of a step."""
+    """The results of replaying the operators of a step."""
 
     first: WrongOperatorCall | None = None
     wrong: dict[str, int] = field(default_factory=dict)
@@ -155,12 +156,12 @@ class ReplayResult:
     draws: set[str] = field(default_factory=set)
     """Operators that draw random numbers, which cannot be compared."""
     unknown: set[str] = field(default_factory=set)
-    """Operators that the CPU cannot compute."""
+    """Operators that the CPU cannot compute, which were not checked."""
     num_checked: int = 0
 
 
 class OperatorReplay(TorchDispatchMode):
-    """Checks every operator that runs on the device in this mode."""
+    """A dispatch mode that checks every operator that runs on the device."""
 
     def __init__(self, device: AbstractDevice, locator: OperatorLocator, *, least: float = 0.0) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ class OperatorReplay(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here. Returning True would make torch import its compiler, which takes seconds.
+        # Nothing is compiled in this mode. If this returned True, torch would import its compiler, which takes seconds.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -250,7 +251,7 @@ class OperatorReplay(TorchDispatchMode):
 
 
 def _dropout_reference(call: CompletedCall, before: Any) -> ReferenceResult:
-    """Return what dropout must compute with the mask that it drew."""
+    """Return the expected result of dropout for the mask that it drew."""
     x, share = before[0][0].double(), before[0][1]
     mask = call.returned[1].cpu().double()
     return ReferenceResult(CompletedCall((x * mask / (1 - share),), (), {}), None, is_formula=True)
@@ -259,12 +260,12 @@ def _dropout_reference(call: CompletedCall, before: Any) -> ReferenceResult:
 def call_outputs(func: Any, call: CompletedCall, before: Any) -> list[Tensor]:
     """Return the result tensors and the written arguments of a call, on the CPU.
 
-    Integer tensors are included only if there are no others. Next to values they are indices, and the order of equal
-    values is undefined.
+    Integer tensors are included only if there are no floating-point tensors. Otherwise, they are usually indices, which
+    are ambiguous for equal values.
     """
     written = tensor_leaves(written_arguments(func, call.args, call.kwargs))
     if func.name().startswith("aten::_fused_"):
-        # A wrong fused update is small relative to the weights, so compare the change.
+        # The error of a fused update is small relative to the weights, so compare the changes of the weights.
         old = tensor_leaves(written_arguments(func, *before))
         return [new.detach().cpu().double() - was.double() for new, was in zip(written, old, strict=True)]
     tensors = [tensor.detach().cpu() for tensor in (*tensor_leaves(call.returned), *written)]
@@ -281,7 +282,10 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _expected_outputs(func: Any, reference: ReferenceResult, before: Any, actual: list[Tensor]) -> list[Tensor] | None:
-    """Return the reference in float64, or in the original dtype for comparisons, whose result depends on the dtype."""
+    """Return the expected tensors: in float64, or for integer and bool results from a call with the original dtypes.
+
+    Return None if the result is unknown.
+    """
     is_value = actual[0].is_floating_point()
     call = (reference.float64 or reference.own) if is_value else (reference.own or reference.float64)
     if call is None:
@@ -298,14 +302,14 @@ def _errors(actual: list[Tensor], expected: list[Tensor], floors: tuple[float, .
 
 def _floors(func: Any, before: Any, expected: list[Tensor]) -> tuple[float, ...]:
     if func.name().startswith("aten::_fused_"):
-        # A change of weights is only as accurate as the rounding of the weights.
+        # The change of a weight is only as accurate as the weight itself.
         old = tensor_leaves(written_arguments(func, *before))
         return tuple(4 * _EPSILON / MIN_BOUND * max_abs(was) for was in old)
     return tuple(max(SMALL_TENSOR_SHARE * max_abs(expected), _sum_noise(func, before, one)) for one in expected)
 
 
 def _sum_noise(func: Any, before: Any, result: Tensor) -> float:
-    """Return the error floor of a reduction, because a sum that should be zero is rounding noise of its terms."""
+    """Return the error floor of a reduction: if a sum should be zero, its result is the rounding error of its terms."""
     count = max((tensor.numel() for tensor in tensor_leaves(before)), default=0)
     if torch.Tag.reduction not in func.tags or not result.is_floating_point() or count <= result.numel():
         return 0.0
@@ -313,7 +317,7 @@ def _sum_noise(func: Any, before: Any, result: Tensor) -> float:
 
 
 def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Return the value of a named argument; None if the operator has no such argument."""
+    """Return the value of a named argument, or None if the operator has no such argument."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
@@ -335,5 +339,5 @@ def _is_view(func: Any) -> bool:
 
 
 def _base_name(name: str) -> str:
-    """Return the name without its overload, such as aten::add for aten::add.Tensor."""
+    """Return the name of an operator without its overload, such as aten::add for aten::add.Tensor."""
     return name.partition(".")[0]

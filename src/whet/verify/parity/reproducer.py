@@ -1,4 +1,4 @@
-"""Write a standalone program that reproduces a wrong operator and needs only torch."""
+"""Write a standalone program that reproduces a wrong operator. It requires only torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,13 +138,13 @@ if __name__ == "__main__":
 
 
 MARKER = "Written by whet compare"
-# Maximum number of values in the program itself. More values go to a file next to it.
+# Maximum number of values in the program itself. If there are more, they are written to a file next to it.
 _MAX_INLINE_NUMBERS = 200
 
 
 @dataclass
 class _Tensors:
-    """The flat memory of every tensor, and the code of the view that restores its layout."""
+    """The flat memory of each tensor, and the code of a view that restores its layout."""
 
     memory: dict[str, Tensor] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
@@ -159,7 +159,7 @@ class _Tensors:
 
 
 def check_overwrite(path: Path) -> None:
-    """Raise UsageError for a path that cannot be written, or for a file that whet compare did not write."""
+    """Raise UsageError if the path cannot be written, or is a file that whet compare did not write."""
     if path.suffix != ".py" or not path.parent.is_dir() or path.is_dir():
         raise UsageError(
             "the reproducer cannot be written there", got=str(path), try_="--out FILE.py in an existing folder"
@@ -172,7 +172,7 @@ def check_overwrite(path: Path) -> None:
 
 
 def write_reproducer(call: WrongOperatorCall, path: Path, *, device: str) -> Path:
-    """Write the program and return its path. Large data goes to a file next to it."""
+    """Write the program and return its path. Many values are written to a .safetensors file next to it."""
     check_overwrite(path)
     tensors, layouts = _Tensors(), iter(call.layouts)
 
@@ -238,7 +238,7 @@ def _text(value: Any, tensors: _Tensors, layouts: Any) -> str:
 
 
 def _written_expressions(call: WrongOperatorCall) -> list[str]:
-    """Return the expressions of the arguments that the operator writes to."""
+    """Return the code of the arguments that the operator writes to."""
     written = written_arguments(call.func, call.args, call.kwargs)
     expressions = [
         *(f"args[{index}]" for index in range(len(call.args))),
@@ -249,9 +249,12 @@ def _written_expressions(call: WrongOperatorCall) -> list[str]:
 
 
 def _memory(values: Tensor, layout: TensorLayout) -> tuple[Tensor, TensorLayout]:
-    """Return flat memory with the tensor in its original layout, or in a contiguous one if elements overlap."""
+    """Return flat memory that contains the tensor in its original layout, and that layout.
+
+    If elements of the original layout overlap, use a contiguous one instead.
+    """
     kept = values.detach()
-    # An expanded dimension exists only once in memory.
+    # An expanded dimension occupies memory only once.
     for dim, (size, stride) in enumerate(zip(layout.size, layout.stride, strict=True)):
         if stride == 0 and size > 1:
             kept = kept.narrow(dim, 0, 1)

@@ -1,4 +1,4 @@
-"""Train identical replicas of a model on two devices and compare the results."""
+"""Train identical replicas of a model on two devices, and compare the results."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -26,15 +26,15 @@ from whet.verify.trainable import Trainable, TrainableSpec
 
 # Minimum bounds. Errors up to these count as agreement, even if the CPU is more accurate.
 MIN_BOUNDS = {"loss": 1e-4, "gradients": 1e-4, "draws": 1e-4, "buffers": 1e-4, "update": 1e-4, "trajectory": 1e-2}
-# Bounds for a float32 reference, for which the error of the CPU is unknown.
+# Bounds if the reference is float32, so that the error of the CPU is unknown.
 BOUNDS_WITHOUT_FLOAT64 = {
     "loss": 1e-4, "gradients": 1e-3, "draws": 1e-4, "buffers": 1e-4, "update": 1e-2, "trajectory": 5e-2
 }  # fmt: skip
-# Maximum useful bounds. A wider one would hide an error of 1 %, so nothing is concluded from it. The losses of several
-# steps only add to the other rows, which show an operator that is wrong from the start.
+# Maximum useful bounds. A wider bound would hide an error of 1 %, so nothing is concluded from it. The bound of the
+# trajectory is wider, because the other rows detect an operator that is wrong from the start.
 MAX_BOUNDS = {"loss": 5e-3, "gradients": 5e-3, "draws": 5e-3, "buffers": 5e-3, "update": 1e-2, "trajectory": 5e-2}
 _SEED = 0
-# Default limit of the batch size. A few samples are enough to show a wrong operator.
+# Default limit of the batch size. A few samples are enough to detect a wrong operator.
 _MAX_DEFAULT_SAMPLES = 32
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
@@ -42,20 +42,20 @@ _MAX_DEFAULT_SAMPLES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """A new copy of the model on a device, with a batch."""
+    """A new copy of the model on a device, and a batch."""
 
     trainable: Trainable
     micro: MicroBatch
     device: AbstractDevice
     draws: RecordedDraws | None = None
-    """Draws that every step repeats; None if each step makes its own."""
+    """Random draws that every step repeats, or None if each step makes its own."""
 
     @property
     def model(self) -> nn.Module:
         return self.trainable.model
 
     def optimizer(self) -> Optimizer:
-        """Return the optimizer that training on this device would use."""
+        """Create the optimizer that training on this device would use."""
         return build_optimizer(self.trainable.optimizer, self.model, self.device)
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
@@ -83,7 +83,7 @@ class ReplicaFactory:
             )
         default = min(first.batch_size, _MAX_DEFAULT_SAMPLES) if first.is_scalable else first.batch_size
         self.micro = first.make_batch(batch_size or default)
-        # The dataset may have fewer samples than requested.
+        # The dataset may contain fewer samples than requested.
         self.batch_size = len(self.micro)
         if not any(parameter.requires_grad for parameter in first.model.parameters()):
             raise UsageError(
@@ -91,17 +91,20 @@ class ReplicaFactory:
                 got="no trainable parameter",
                 try_="a model with trainable weights",
             )
-        # A zero weight would hide every error before it.
+        # Zero weights would hide the errors of all earlier layers.
         perturb_zero_weights(first.model)
         self.dtypes = {p.dtype for p in first.model.parameters() if p.is_floating_point()}
         self._weights = {name: tensor.detach().clone() for name, tensor in _named_tensors(first.model)}
         self.draws: RecordedDraws | None = RecordedDraws()
-        """Draws that all steps repeat; None if they cannot be repeated."""
+        """Random draws that all steps repeat, or None if they cannot be repeated."""
         self.obstacle = self._record_draws()
-        """Why no two computations of this model can be compared; None if they can."""
+        """The reason why computations of this model cannot be compared, or None if they can."""
 
     def _record_draws(self) -> str | None:
-        """Record the draws of a step on the CPU and repeat it, which must give the same loss and gradients."""
+        """Record the random draws of a step on the CPU, and repeat the step.
+
+        Return None if the loss and gradients are the same, otherwise the reason why the model cannot be compared.
+        """
         passes: list[dict[str, Tensor]] = []
         try:
             for _ in range(2):
@@ -118,7 +121,7 @@ class ReplicaFactory:
         difference = max(relative_errors(passes[1], passes[0]).values())
         if difference <= MIN_BOUNDS["loss"]:
             return None
-        # What is not repeated may also decide how often the model draws.
+        # The number of draws may also depend on whatever is not repeated.
         self.draws = None
         return (
             f"two passes on the CPU differ by {difference:.1e}, from the same weights, samples and draws: "
@@ -129,9 +132,9 @@ class ReplicaFactory:
     def on(self, device: AbstractDevice, *, float64: bool = False, dropout: bool = False) -> Iterator[Replica]:
         """Yield a replica on a device, in its original dtypes or in float64.
 
-        TF32 is disabled inside the context. Generators are restored on exit. With `dropout`, every step makes draws of
-        its own. Otherwise every step repeats the recorded draws, without dropout inside the kernels of attention and
-        recurrent layers, whose draws cannot be recorded.
+        TF32 is disabled inside the context. Random generators are restored on exit. With `dropout`, every step makes
+        its own draws. Otherwise, every step repeats the recorded draws, and dropout inside the kernels of attention and
+        recurrent layers is disabled, because its draws cannot be recorded.
         """
         with ExitStack() as stack:
             stack.enter_context(preserve_rng(device))
@@ -145,7 +148,7 @@ class ReplicaFactory:
                     tensor.copy_(self._weights[name])
             if float64:
                 trainable.model.double()
-                # Tensors that the model creates are float64 too.
+                # Tensors that the model creates must be float64 too.
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(torch.float64)
             device.put_model(trainable.model)
@@ -177,18 +180,18 @@ Verdict = Literal["agrees", "differs", "cannot judge"]
 
 
 class ParityRow(FrozenModel):
-    """One compared quantity."""
+    """One compared quantity, such as the loss or all gradients."""
 
     what: str
     error: RelativeError
     bound: RelativeError
     own_error: RelativeError | None = None
-    """Error of the CPU in the dtype of the device, compared with float64; None if unknown."""
+    """Error of the CPU in the dtype of the device, compared with float64, or None if unknown."""
     worst: str | None = None
-    """Tensor with the largest error; None if there is only one."""
+    """Tensor with the largest error, or None if there is only one."""
     num_tensors: int = 1
     steps: int | None = None
-    """Number of compared steps, after which rounding alone makes a difference; None except for the trajectory."""
+    """Number of compared steps, after which rounding errors are too large. None except for the trajectory."""
 
     @property
     def verdict(self) -> Verdict:
@@ -209,18 +212,19 @@ class TrainingTrace:
     """All compared quantities of one device, copied to the CPU."""
 
     parts: dict[str, dict[str, Tensor]]
-    """Named tensors: the loss, gradients, what the random draws depended on, buffers, and the update."""
+    """Named tensors by quantity: the loss, gradients, parameters of random draws, buffers, and the update."""
     trajectory: Tensor
+    """Losses of several steps, (steps,)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingParity:
-    """All compared rows and their reference."""
+    """All compared quantities, and the reference."""
 
     rows: tuple[ParityRow, ...]
     reference: str
     why_not_float64: str | None = None
-    """Why the model does not run in float64; None if it does."""
+    """The reason why the model does not run in float64, or None if it does."""
 
 
 def compare_training(
@@ -255,9 +259,10 @@ def compare_training(
 
 
 def _weight_scale(float32: TrainingTrace, reference: TrainingTrace) -> float:
-    """Return a factor for the weights before the compared update, a power of two.
+    """Return a factor, a power of two, by which to multiply the weights before the compared update.
 
-    With a small learning rate, an update is little more than the rounding of the weights, which would hide any error.
+    With a small learning rate, an update is hardly larger than the rounding error of the weights, which would hide
+    errors. Smaller weights have smaller rounding errors.
     """
     error = max(relative_errors(float32.parts["update"], reference.parts["update"]).values(), default=0.0)
     if not math.isfinite(error) or error_bound(0.0, error) <= MAX_BOUNDS["update"]:
@@ -274,9 +279,9 @@ def record_training(
     gradients: Mapping[str, Tensor] | None = None,
     scale: float = 1.0,
 ) -> TrainingTrace:
-    """Record all compared quantities on one device. The update uses `gradients`, or by default those of the replica."""
+    """Record all compared quantities on one device. The update uses `gradients`, or by default the replica's own."""
     with replicas.on(device, float64=float64) as replica:
-        # A learning rate of 0 runs only the forward and backward pass, with the code of real training.
+        # With a learning rate of 0, the code of real training runs only a forward and backward pass.
         stepper = replica.stepper(torch.optim.SGD(replica.model.parameters(), lr=0.0))
         loss = {"loss": _copy(replica.step(stepper).loss)}
         own = {name: _copy(p.grad) for name, p in replica.model.named_parameters() if p.grad is not None}
@@ -290,7 +295,7 @@ def record_training(
             try:
                 losses.append(_copy(replica.step(stepper, number).loss))
             except UnrepeatableDrawError:
-                # The draws depend on the step. The steps before this one are compared.
+                # The draws differ between steps. Only the steps before this one are compared.
                 if number == 1:
                     raise
                 break
@@ -306,10 +311,10 @@ def record_update(
     float64: bool = False,
     scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return the change of the weights, multiplied by `scale` before, in two optimizer steps with the given gradients.
+    """Run two optimizer steps with the given gradients, and return the change of the weights in float64.
 
-    All devices use the same gradients, because an adaptive optimizer amplifies the rounding of an almost zero gradient
-    to a full step.
+    The weights are first multiplied by `scale`. All devices use the same gradients, because an adaptive optimizer
+    amplifies rounding in an almost zero gradient to a full step.
     """
     with replicas.on(device, float64=float64) as replica:
         optimizer = replica.optimizer()
@@ -355,7 +360,7 @@ def _rows(
 def _trajectory_row(
     actual: TrainingTrace, reference: TrainingTrace, cpu_float32: TrainingTrace | None, minimum: float
 ) -> ParityRow:
-    """Compare the losses of as many steps as rounding on the CPU allows: training amplifies it in every step."""
+    """Compare the losses of several steps, until rounding on the CPU, which training amplifies, is too large."""
     traces = [trace.trajectory for trace in (actual, reference, cpu_float32) if trace is not None]
     count, own_error = min(len(trace) for trace in traces), None
     if cpu_float32 is not None:
@@ -372,5 +377,5 @@ def _trajectory_row(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # Clone, because .cpu() of a CPU tensor returns the tensor itself, which later steps change.
+    # Clone, because .cpu() of a CPU tensor returns the tensor itself, which later steps modify.
     return tensor.detach().cpu().clone()

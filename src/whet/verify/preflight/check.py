@@ -1,4 +1,4 @@
-"""Check whether a model can be trained on a device by tracing two optimizer steps on any computer."""
+"""Check whether a model can be trained on a device, by tracing two optimizer steps. The device is not needed."""
 
 import contextlib
 import inspect
@@ -42,18 +42,18 @@ from whet.verify.preflight.trace import BACKENDS, TraceResult, trace_environment
 from whet.verify.start.causality import InconclusiveError, find_leak
 from whet.verify.trainable import Trainable, TrainableSpec
 
-# Maximum number of parameters of a model that is run with real tensors.
+# Maximum number of parameters for running a model with real tensors.
 _MAX_REAL_PARAMETERS = 50_000_000
 
 
 class PreflightResult(FrozenModel):
-    """All findings, worst first, and a description of the trace."""
+    """The findings of a check, worst first, and facts about the trace."""
 
     name: str
     device: str
     machine: str | None = None
     torch: str
-    """Version of torch that the result is for."""
+    """Version of torch to which the result applies."""
     findings: tuple[PreflightFinding, ...] = ()
     num_operators: int = 0
     """Number of traced operator calls."""
@@ -61,20 +61,20 @@ class PreflightResult(FrozenModel):
     num_samples: int = 0
     """Number of samples in the micro-batch."""
     is_causal: bool | None = None
-    """Whether a model that is declared causal is causal; None if it is not declared causal, or if unknown."""
+    """Whether a model that is declared causal is causal. None if it is not declared causal, or if this is unknown."""
     model_at: SourceLocation | None = None
-    """Location of the forward method."""
+    """Location of the model's forward method."""
     is_fake: bool = True
-    """Whether the trace used fake tensors only."""
+    """Whether the trace used only fake tensors."""
     num_known_faults: int = 0
-    """Number of known wrong results of the machine, whether or not they affect the model."""
+    """Number of known faults of the machine, whether or not they affect the model."""
     fits: tuple[MachineFit, ...] = ()
-    """Micro-batch that fits into the memory of the machine, or of every known machine with the device."""
+    """Micro-batches that fit into the memory of the machine, or of each known machine with this type of device."""
     why_no_fits: str | None = None
-    """Why the memory could not be estimated, which is not a defect of the model; None if it was."""
+    """The reason why the memory could not be estimated, or None. This is not a defect of the model."""
 
     def passes(self, *, is_strict: bool = False) -> bool:
-        """Return whether there is no error and, with `is_strict`, no warning."""
+        """Return whether there are no errors and, if `is_strict`, no warnings."""
         bad = ("error", "warning") if is_strict else ("error",)
         return not any(finding.severity in bad for finding in self.findings)
 
@@ -84,9 +84,9 @@ def check_trainable(
 ) -> PreflightResult:
     """Trace two optimizer steps as the device would execute them, and report all problems.
 
-    Problems are missing operators, unsupported dtypes and shapes, known wrong results, code that needs CUDA, and too
-    little memory. `torch_version` is the torch to check for; by default that of a machine with MPS, else the installed
-    one. A machine with another torch is checked as if it had this one.
+    Problems are missing operators, unsupported dtypes and shapes, known wrong results, code that requires CUDA, and
+    insufficient memory. `torch_version` is the version of torch to check for, even if the machine has another one. By
+    default, it is that of the machine for MPS, and the installed version otherwise.
     """
     if device not in BACKENDS:
         raise UsageError("unknown device", got=device, try_=", ".join(BACKENDS))
@@ -105,13 +105,13 @@ def check_trainable(
 
 
 def _torch_of(machine: Machine | None, device: str) -> str:
-    # The operators of other versions than the installed one are known for MPS only.
+    # Operators of versions other than the installed one are known only for MPS.
     version = machine.torch.version if machine is not None and device == "mps" else None
     return version or str(torch.__version__)
 
 
 def _operators_of(version: str, device: str) -> dict[str, OperatorEntry]:
-    """Return the operators of a version of torch; those of other versions than the installed are known for MPS only."""
+    """Return the operators of a torch version. Raise UsageError if it is not installed and the device is not MPS."""
     if parse_release(version) == parse_release(str(torch.__version__)):
         return torch_operators()
     if device != "mps":
@@ -168,7 +168,7 @@ def _check(
 
 
 def _planned_micro_batch(spec: TrainableSpec, device: str, machine: Machine | None) -> int | None:
-    """Return the micro-batch that a run of a recipe would use on the machine; None if there is nothing to plan."""
+    """Return the micro-batch that a recipe would use on the machine, or None without a recipe or a machine."""
     if spec.workload is None or machine is None:
         return None
     return make_plan(machine, spec.workload, overrides={"device": device}).micro_batch
@@ -182,9 +182,10 @@ def _trace(
     batch_size: int | None,
     operators: dict[str, OperatorEntry],
 ) -> TraceResult:
-    """Trace with fake tensors, then with inverted conditions, then with real tensors if the model is small.
+    """Trace with fake tensors. If that fails, invert conditions on data, and then use real tensors for small models.
 
-    The first trace without an error is returned.
+    Return the first trace without an error. If there is none, raise the error of the model, or return an incomplete
+    trace if the model is too large for real tensors.
     """
     first = trace_steps(spec, detectors, device=device, batch_size=batch_size, operators=operators)
     if first.error is None:
@@ -198,7 +199,7 @@ def _trace(
         return first
     real = trace_steps(spec, detectors, device=device, is_fake=False, operators=operators)
     if real.error is not None:
-        # The model itself fails, and not only its trace.
+        # The model itself fails, not only its trace.
         raise real.error
     return real
 
@@ -219,7 +220,7 @@ def _trace_finding(traced: TraceResult) -> Iterator[PreflightFinding]:
 
 
 def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[PreflightFinding]:
-    """Check a model that is declared causal, with a few samples and real tensors."""
+    """Check the causality of a model that is declared causal, with a few samples and real tensors."""
     assert traced.trainable is not None
     if traced.trainable.outputs is None:
         return
@@ -256,7 +257,7 @@ def _is_causal(trainable: Trainable, findings: list[PreflightFinding]) -> bool |
 def _estimate_fits(
     spec: TrainableSpec, trainable: Trainable, device: str, machine: Machine | None
 ) -> tuple[tuple[MachineFit, ...], str | None]:
-    """Return whether the training fits in each machine's memory, or why that could not be estimated."""
+    """Return how training fits into the memory of each machine, and the reason if that could not be estimated."""
     machines = (machine,) if machine else tuple(m for m in known_machines() if _main_device(m) == device)
     try:
         with trace_environment():
@@ -267,7 +268,7 @@ def _estimate_fits(
 
 
 def _memory_findings(fits: Iterable[MachineFit]) -> list[PreflightFinding]:
-    """Return an error for each machine with too little memory. Call this only for machines that the user specified."""
+    """Return an error for each machine with insufficient memory. Call this only for a machine that the user chose."""
     try_ = "activation_checkpointing=on, a smaller model, or another machine"
     return [
         Detection("too-little-memory", "error", fit.summary, try_).as_finding(None, during="the step")
@@ -281,19 +282,19 @@ def _main_device(machine: Machine) -> str:
 
 
 def _forward_line(trainable: Trainable) -> SourceLine | None:
-    """Return the line of the model's forward method; None if it is not a Python function."""
+    """Return the line of the model's forward method, or None if it is not a Python function."""
     forward = getattr(type(trainable.model), "forward", None)
     code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
     return (code.co_filename, code.co_firstlineno, code.co_name) if code else None
 
 
 def _sorted(findings: Iterable[PreflightFinding]) -> tuple[PreflightFinding, ...]:
-    """Return the findings without repeats, worst first."""
+    """Merge repeated findings, and sort them by severity, worst first."""
     return tuple(sorted(_merge_repeats(findings), key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 def _merge_repeats(findings: Iterable[PreflightFinding]) -> list[PreflightFinding]:
-    """Merge findings of the same kind and line. A weight may be reported both as a tensor and in an operator."""
+    """Merge findings of the same kind and line. A weight may be reported both by itself and in an operator."""
     merged: dict[object, PreflightFinding] = {}
     for finding in findings:
         key = (finding.id, finding.place and (finding.place.file, finding.place.line), finding.what)

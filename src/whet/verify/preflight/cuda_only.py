@@ -1,4 +1,4 @@
-"""Detect code that works only with CUDA, and let a trace continue as if it ran on the device of the check."""
+"""Detect code that works only with CUDA, and let the trace continue as if on the device of the check."""
 
 import contextlib
 import functools
@@ -16,10 +16,10 @@ _TRY_DEVICE = "the device of an existing tensor, such as x.device; whet moves th
 
 
 class CudaOnlyCode(TorchFunctionMode):
-    """While entered, reports CUDA-only code with its line, and keeps tensors on the CPU where it asks for CUDA.
+    """A function mode that reports CUDA-only code with its line, and prevents that code from moving tensors to CUDA.
 
-    A Mac raises an error for `.cuda()` and `device="cuda"`, but only disables `torch.autocast("cuda")` and a
-    `GradScaler` for CUDA: the training continues in float32.
+    On a Mac, `.cuda()` and `device="cuda"` raise an error. `torch.autocast("cuda")` and a `GradScaler` for CUDA are
+    only disabled, and training continues in float32.
     """
 
     def __init__(self, device: str) -> None:
@@ -29,7 +29,7 @@ class CudaOnlyCode(TorchFunctionMode):
         self._patches = contextlib.ExitStack()
 
     def findings(self) -> list[PreflightFinding]:
-        """Return what was found, once for each line."""
+        """Return the findings, each once per line."""
         return [detection.as_finding(line, during="the step") for detection, line in self._found]
 
     def __enter__(self) -> "CudaOnlyCode":
@@ -54,7 +54,7 @@ class CudaOnlyCode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_called_by_user(self) -> bool:
-        # whet and torch query the state of CUDA themselves.
+        # whet and torch also query the state of CUDA.
         return user_line() is not None
 
     def _report(self, what: str, try_: str, *, is_error: bool = True) -> None:
@@ -67,7 +67,7 @@ class CudaOnlyCode(TorchFunctionMode):
         yield _patched(torch.nn.Module, "cuda", self._keep_module)
         yield _patched(torch.nn.Module, "to", self._keep_module)
         for name in ("synchronize", "set_device"):
-            # The backend is not used here: the trace must not reach it.
+            # This only patches functions of the backend, so that the trace does not call them.
             yield _patched(torch.cuda, name, functools.partial(self._skip_call, name))  # noqa: TID251
 
     def _report_autocast(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ class CudaOnlyCode(TorchFunctionMode):
         original(*args, **kwargs)
 
     def _keep_module(self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replace Module.cuda and Module.to, which would swap each fake tensor with itself and fail."""
+        """Replace Module.cuda and Module.to for CUDA, which would swap each fake tensor with itself and fail."""
         others = [value for value in args if not _is_cuda(value)]
         named = {name: value for name, value in kwargs.items() if not _is_cuda(value)}
         is_cuda = original.__name__ == "cuda"
@@ -108,7 +108,7 @@ class CudaOnlyCode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """While entered, replace an attribute by a function that gets the original and the arguments."""
+    """Replace a function in the context. The replacement gets the original function and the arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

@@ -41,7 +41,7 @@ _COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "Composi
 
 
 class OperatorDetector(Detector):
-    """Looks up every operator in the operator table of a torch, by default the installed one."""
+    """Reports operators that the backend does not support, according to the operator table of a torch version."""
 
     def __init__(self, backend: str, operators: dict[str, OperatorEntry] | None = None) -> None:
         self._backend = backend
@@ -51,7 +51,7 @@ class OperatorDetector(Detector):
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
         if call.phase == "making":
             return
-        # The trace runs on the CPU and meets its fused attention. CUDA uses another operator.
+        # The trace runs on the CPU, which has its own operator for fused attention. CUDA uses another operator.
         if self._backend == "CUDA" and "_for_cpu" in call.name:
             return
         if call.func.namespace != "aten":
@@ -116,12 +116,12 @@ def float64_detection(name: str, dtype: torch.dtype) -> Detection:
 
 
 def is_unsupported(dtype: torch.dtype) -> bool:
-    """Return whether the dtype is a float of 8 bits or fewer, which Metal does not support."""
+    """Return whether the dtype is a float with 8 bits or fewer, which Metal does not support."""
     return "float8" in str(dtype) or "float4" in str(dtype)
 
 
 class DtypeDetector(Detector):
-    """Reports operators that create an unsupported dtype. Operators whose input already has it are not reported."""
+    """Reports operators that create tensors of an unsupported dtype, unless an input already has that dtype."""
 
     def __init__(self) -> None:
         self._seen: set[torch.dtype] = set()
@@ -137,7 +137,7 @@ class DtypeDetector(Detector):
             # A Python number wrapped as a tensor stays on the host.
             if all(tensor.dim() == 0 for tensor in call.outputs) and not call.inputs:
                 continue
-            # A gradient has the dtype of its tensor, which the forward pass has already reported.
+            # A gradient has the dtype of its tensor, which has already been reported in the forward pass.
             if call.is_backward and dtype in self._seen:
                 continue
             self._seen.add(dtype)
@@ -166,7 +166,7 @@ _POOLS = ("_adaptive_avg_pool2d", "adaptive_avg_pool2d")
 
 
 def buffer_limit(machine: Machine | None, device: str) -> int | None:
-    """Return the largest size of one tensor in bytes; None if the machine's memory is unknown."""
+    """Return the maximum size of a tensor in bytes, or None if the machine's memory is unknown."""
     if machine is None:
         return None
     if device == "cpu":
@@ -185,7 +185,7 @@ def buffer_detection(num_bytes: int, limit: int, device: str, *, try_: str) -> D
 
 
 class BufferDetector(Detector):
-    """Reports tensors that do not fit into one buffer."""
+    """Reports tensors that exceed the maximum buffer size of the device."""
 
     def __init__(self, limit: int, device: str) -> None:
         self._limit = limit
@@ -195,7 +195,7 @@ class BufferDetector(Detector):
         if call.phase == "making":
             return
         large = [tensor for tensor in call.outputs if tensor.numel() * tensor.element_size() > self._limit]
-        # A view takes no memory, whatever its size.
+        # A view takes no memory, regardless of its size.
         new = {id(tensor) for tensor in call.new_outputs} if large else set()
         for tensor in large:
             num_bytes = tensor.untyped_storage().nbytes()
@@ -269,12 +269,12 @@ TensorKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class AllocationSites(Detector):
-    """Records the line that first created each tensor of the model. It reports nothing."""
+    """Records the line that created each tensor while the model was constructed. Reports nothing."""
 
     def __init__(self) -> None:
         self._lines: dict[TensorKey, SourceLine | None] = {}
         self._storages: list[Any] = []
-        """Storages, kept alive because another tensor could reuse freed memory and get a wrong line."""
+        """References to the storages. If one were freed, a new tensor could reuse its address and get its line."""
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
         if call.phase == "making":
@@ -296,7 +296,7 @@ def _tensor_key(tensor: Tensor) -> TensorKey:
 def check_model(
     model: nn.Module, sites: AllocationSites, *, device: str, limit: int | None
 ) -> Iterator[PreflightFinding]:
-    """Yield findings about weights and buffers."""
+    """Yield findings about the weights and buffers of a model."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         for detection in _tensor_detections(tensor, name, device=device, limit=limit):
             yield detection.as_finding(sites.line_of(tensor), during="the construction of the model")
@@ -350,7 +350,7 @@ def _mixed_dtype_findings(model: nn.Module, sites: AllocationSites) -> Iterator[
 
 
 class FusedUpdateDetector(Detector):
-    """Reports fused updates whose weight, gradient and state differ in dtype."""
+    """Reports fused optimizer updates in which the weight, gradient and state have different dtypes."""
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
         if call.phase != "updating" or not call.base.startswith("_fused_"):

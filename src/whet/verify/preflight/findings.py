@@ -1,4 +1,4 @@
-"""Findings of a check, and the types that produce them: detectors, operator calls and source lines."""
+"""Findings of a check, and the types for producing them: detectors, operator calls and source lines."""
 
 import linecache
 import sys
@@ -14,19 +14,19 @@ from torch import Tensor
 from whet.base.model import FrozenModel
 from whet.base.origin import _WHET_FOLDER, code_origin
 
-# File, line number and function. The source code is read only when a finding is shown.
+# File, line number and function. The source code itself is read only when a finding is created.
 SourceLine = tuple[str, int, str]
-# Functions of whet that call user code; None means all functions of a file. Outer frames belong to the command.
+# Functions of whet that call user code, by file. None means all functions. Their outer frames belong to the command.
 _CALLERS = {
     str(_WHET_FOLDER / "step/step.py"): None,
     str(_WHET_FOLDER / "verify/trainable.py"): None,
-    # Not the whole file, because it also contains the recorder, whose frames are the innermost ones.
+    # Do not list the whole file, because it also contains the recorder, whose frames are the innermost ones.
     str(_WHET_FOLDER / "verify/preflight/trace.py"): ("trace_steps", "_train"),
 }
 
 
 def user_line() -> SourceLine | None:
-    """Return the innermost line of user code, or else of a library or recipe; None if there are only torch frames."""
+    """Return the innermost line of user code, or else of a library or recipe. None if there are only other frames."""
     frame: FrameType | None = sys._getframe(1)
     library: SourceLine | None = None
     while frame is not None:
@@ -56,14 +56,14 @@ class SourceLocation(FrozenModel):
     function: str = ""
     code: str = ""
     is_backward: bool = False
-    """Whether the backward pass of this line caused the finding."""
+    """Whether the finding is in the backward pass of this line."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (", in its backward pass" if self.is_backward else "")
 
 
 def locate_line(line: SourceLine, *, is_backward: bool = False) -> SourceLocation:
-    """Return the location of a line with its code. The path is relative to the current folder if possible."""
+    """Return the location of a line, with its source code. The path is relative to the current folder if possible."""
     file, number, function = line
     path, folder = Path(file).absolute(), Path.cwd()
     return SourceLocation(
@@ -76,7 +76,7 @@ def locate_line(line: SourceLine, *, is_backward: bool = False) -> SourceLocatio
 
 
 class PreflightFinding(FrozenModel):
-    """A problem with its location, its number of occurrences, and a suggestion."""
+    """A problem, with its location, a suggestion, and its number of occurrences."""
 
     id: str
     """Kind of the finding, such as "missing-operator"."""
@@ -92,7 +92,7 @@ class PreflightFinding(FrozenModel):
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """A problem that a detector reports for one call. The recorder adds the line and the count."""
+    """A problem that a detector reports for one call, without location and count, which the recorder adds."""
 
     id: str
     severity: Severity
@@ -125,11 +125,11 @@ _PHASE_NAMES: dict[TracePhase, str] = {
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """One completed call of an operator."""
+    """A completed call of an operator."""
 
     func: torch._ops.OpOverload
     name: str
-    """Name with overload, such as "add.Tensor"."""
+    """Name with the overload, such as "add.Tensor"."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Tensor]
@@ -143,19 +143,19 @@ class OperatorCall:
 
     @property
     def has_uneven_sizes(self) -> bool:
-        """Whether in one of the last two dimensions neither the input size nor the output size divides the other."""
+        """Whether the input and output sizes do not divide each other in one of the last two dimensions."""
         sizes = zip(self.inputs[0].shape[-2:], self.outputs[0].shape[-2:], strict=True)
         return any(max(a, b) % max(min(a, b), 1) for a, b in sizes)
 
     @property
     def new_outputs(self) -> Iterator[Tensor]:
-        """Outputs that are not views of an input."""
+        """The outputs that are not views of an input."""
         storages = {tensor.untyped_storage()._cdata for tensor in self.inputs}
         return (tensor for tensor in self.outputs if tensor.untyped_storage()._cdata not in storages)
 
 
 class FunctionCall(NamedTuple):
-    """A call of a torch function, before it runs."""
+    """A call of a torch function that has not run yet."""
 
     function: Any
     args: tuple[Any, ...]
@@ -163,14 +163,14 @@ class FunctionCall(NamedTuple):
 
 
 class Detector:
-    """Inspects every call of a trace and reports problems. The base class reports none."""
+    """Base class of detectors, which inspect every call of a trace and report problems."""
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:  # noqa: ARG002
-        """Inspect an operator after it ran."""
+        """Return the problems of an operator call after it has run."""
         return ()
 
     def function(self, call: FunctionCall) -> Iterable[Detection]:  # noqa: ARG002
-        """Inspect a torch function before it is decomposed into operators."""
+        """Return the problems of a torch function call before it is decomposed into operators."""
         return ()
 
 
@@ -179,7 +179,7 @@ _LogKey = tuple[Detection, SourceLine | None, bool, TracePhase]
 
 @dataclass
 class DetectionLog:
-    """Detections with their lines, counted per step."""
+    """Detections and their lines, counted per step."""
 
     step: int = 0
     counts: dict[_LogKey, dict[int, int]] = field(default_factory=dict)

@@ -17,10 +17,10 @@ class HostRead:
 
     description: str
     only_to_cpu: bool = False
-    """Whether the function reads only if "cpu" is an argument: `.to(other.device)` may stay on the device."""
+    """Whether the function reads only if "cpu" is an argument, because `.to(other.device)` may stay on the device."""
 
     def reads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a call with these arguments reads a value."""
+        """Return whether a call with these arguments copies a value to the host."""
         return not self.only_to_cpu or "cpu" in [a for a in (*args[1:], *kwargs.values()) if isinstance(a, str)]
 
 
@@ -41,7 +41,7 @@ HOST_READS: dict[Any, HostRead] = {
 
 
 class HostTensors:
-    """The set of tensors that would be in host memory. In a trace, all tensors are on the same device."""
+    """The set of tensors that would be in host memory. This must be recorded, because a trace has only one device."""
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[Tensor]] = {}
@@ -54,7 +54,7 @@ class HostTensors:
         self._refs.pop(id(tensor), None)
 
     def contains_all(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all tensors are on the host; False without tensors."""
+        """Return whether all tensors are on the host. False if there are none."""
         return bool(tensors) and bool(self._refs) and all(self._contains(tensor) for tensor in tensors)
 
     def _contains(self, tensor: Tensor) -> bool:
@@ -73,7 +73,7 @@ _MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 class HostSyncDetector(Detector):
-    """Reports values that Python reads from the device, and operators whose output shape depends on data."""
+    """Reports reads of values from the device, and operators whose output shape depends on data."""
 
     def __init__(self, device: str) -> None:
         self._device = device.upper()
@@ -116,5 +116,5 @@ def _is_masked(call: OperatorCall) -> bool:
     indices = [index for index in call.args[1] if isinstance(index, Tensor)]
     if not any(index.dtype in _MASK_DTYPES for index in indices):
         return False
-    # Assigning a single number to masked positions is a masked_fill, which has a fixed shape.
+    # Assigning a single number to masked positions is a masked_fill, whose shapes are static.
     return call.base == "index" or call.args[2].numel() != 1

@@ -14,12 +14,12 @@ from whet.verify.preflight.host_sync import HOST_READS
 
 _MANY_TO_COUNT = 2**18
 _BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "_batch_norm_with_update")
-# Positions of the two factors among the arguments of each product.
+# Positions of the two factors in the arguments of each matrix product.
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 
 
 class KnownFaultDetector(Detector):
-    """Reports calls that meet the conditions of a known fault. A trace cannot show all faults."""
+    """Reports calls that meet the conditions of a known fault. Not all faults can be detected in a trace."""
 
     def __init__(self, hazards: Iterable[Hazard]) -> None:
         self._hazards = {hazard.id: hazard for hazard in hazards}
@@ -43,7 +43,7 @@ def fault_detection(hazard: Hazard) -> Detection:
 
 
 def _with_row_count(detection: Detection, call: OperatorCall) -> Detection:
-    """Return the detection with the number of rows and a more specific suggestion.
+    """Add the number of rows and a more specific suggestion to a detection.
 
     The plan avoids only products that grow with the micro-batch. The user must change all others.
     """
@@ -59,7 +59,7 @@ def _with_row_count(detection: Detection, call: OperatorCall) -> Detection:
 
 
 def _factors(call: OperatorCall) -> list[Tensor]:
-    """Return the two factors of a matrix product; none for other operators."""
+    """Return the two factors of a matrix product. Empty for other operators."""
     return [call.args[index] for index in _PRODUCTS.get(call.base, ())]
 
 
@@ -68,13 +68,13 @@ def _has_zero_stride(tensor: Tensor) -> bool:
 
 
 def _conv2d_tensors(call: OperatorCall) -> list[Tensor]:
-    """Return the input and the weight of a 2D convolution; none for other operators."""
+    """Return the input and the weight of a 2D convolution. Empty for other operators."""
     weight = call.args[1] if call.base == "convolution" else None
     return [call.args[0], weight] if isinstance(weight, Tensor) and weight.dim() == 4 else []
 
 
 def _counts_many(call: OperatorCall) -> bool:
-    # The last argument of _unique2 is return_counts, which is passed by position or by name.
+    # The last argument of _unique2 is return_counts, which may be passed by position or by name.
     counts = call.kwargs.get("return_counts", call.args[3] if len(call.args) > 3 else False)
     return call.base == "_unique2" and bool(counts) and call.inputs[0].numel() > _MANY_TO_COUNT
 
@@ -117,7 +117,7 @@ _OPERATOR_CONDITIONS: dict[str, Callable[[OperatorCall], bool]] = {
 
 
 def _linear_input(call: FunctionCall, *, has_bias: bool = False) -> list[Tensor]:
-    """Return the input of a linear layer; with `has_bias` only if it has a bias. Empty for other functions."""
+    """Return the input of a linear layer, with `has_bias` only if it has a bias. Empty for other functions."""
     if call.function is not functional.linear or not call.args:
         return []
     bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
@@ -129,7 +129,7 @@ def _is_lstm(call: FunctionCall) -> bool:
 
 
 def _is_lstm_with_dropout(call: FunctionCall) -> bool:
-    # Padded and packed calls have different argument orders. In both, num_layers and dropout are the only numbers.
+    # The order of arguments differs for padded and packed inputs. In both, num_layers and dropout are the only numbers.
     numbers = [value for value in call.args if isinstance(value, int | float) and not isinstance(value, bool)]
     return _is_lstm(call) and len(numbers) == 2 and numbers[0] > 1 and numbers[1] > 0
 

@@ -15,7 +15,7 @@ _LONGEST_CODE = 100
 
 
 def render_text(result: PreflightResult) -> list[str]:
-    """Render the findings as text, worst first, each with its line and a suggestion."""
+    """Render the result as lines of text. Each finding has its line and a suggestion."""
     where = f"{result.device} ({result.machine})" if result.machine else result.device
     how = "fake tensors, nothing computed" if result.is_fake else "real tensors, a few samples"
     lines = [
@@ -56,7 +56,7 @@ def _counts(result: PreflightResult) -> str:
 
 
 def render_sarif(result: PreflightResult) -> dict[str, Any]:
-    """Render the findings as SARIF 2.1.0, the format that code hosts and editors read."""
+    """Render the findings as SARIF 2.1.0, which code hosts and editors can read."""
     ids = sorted({finding.id for finding in result.findings})
     return {
         "$schema": _SARIF,

@@ -38,20 +38,21 @@ from whet.verify.trainable import Trainable, TrainableSpec
 
 BACKENDS = {"mps": "MPS", "cuda": "CUDA", "cpu": "CPU"}
 _FEW_SAMPLES = 2
-# Number of operators. After a longer first step, only the update is traced a second time.
+# Number of operator calls. If the first step has more, only the update is traced a second time.
 _LONG_STEP = 3_000
 _FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceResult:
-    """The traced model, and the error that ended the trace; None if the trace is complete."""
+    """The result of a trace. `trainable` and `micro` are None if an error occurred before they were created."""
 
     recorder: "OperatorRecorder"
     trainable: Trainable | None
     micro: MicroBatch | None
     is_fake: bool
     error: Exception | None = None
+    """The error that ended the trace, or None if the trace is complete."""
 
     @property
     def num_parameters(self) -> int:
@@ -70,8 +71,9 @@ def trace_steps(
 ) -> TraceResult:
     """Create the model and trace two optimizer steps as the device would execute them.
 
-    The micro-batch has `batch_size` samples; None for those of a normal step. Conditions on fake values evaluate to
-    `condition`. `operators` is the operator table of another torch than the installed one.
+    The micro-batch has `batch_size` samples, or as many as a normal step if that is None. Conditions on fake values
+    evaluate to `condition`. `operators` is the operator table of the torch version to trace for, by default the
+    installed one.
     """
     mode = fake_mode() if is_fake else None
     executor = FakeExecutor(mode, condition=condition)
@@ -81,7 +83,7 @@ def trace_steps(
         try:
             with mode or contextlib.nullcontext(), recorder:
                 trainable = spec.make()
-            # The data of a recipe is real, so read it outside of the fake mode and convert it afterward.
+            # The data of a recipe is real, so read it outside of the fake mode and convert it to fake tensors.
             size = batch_size if batch_size is not None and trainable.is_scalable else trainable.batch_size
             size = size if is_fake or not trainable.is_scalable else min(size, _FEW_SAMPLES)
             # Clone real inputs, because a model may write to them.
@@ -94,7 +96,7 @@ def trace_steps(
 
 
 def _train(trainable: Trainable, micro: MicroBatch, recorder: "OperatorRecorder", *, device: str) -> None:
-    """Run two optimizer steps. The optimizer state exists only from the second step on."""
+    """Run two optimizer steps. The second one differs, because the optimizer state exists."""
     place = StandInDevice(device)
     model: nn.Module = trainable.model.train()
     optimizer = build_optimizer(trainable.optimizer, model, place)
@@ -121,7 +123,7 @@ def _train(trainable: Trainable, micro: MicroBatch, recorder: "OperatorRecorder"
 
 @contextlib.contextmanager
 def trace_environment() -> Iterator[None]:
-    """Preserve torch's generator, hide warnings of the trace, and run compiled code eagerly."""
+    """Restore torch's random generator on exit, suppress warnings of the trace, and run compiled code eagerly."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _silenced(_FAKE_TENSOR_LOG), force_eager():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -130,9 +132,9 @@ def trace_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silenced(log: logging.Logger) -> Iterator[None]:
-    """Disable a logger.
+    """Disable a logger in the context.
 
-    torch logs a traceback for every operator that fake tensors cannot run, although the trace handles that.
+    torch logs a traceback for every operator that fake tensors do not support, although the trace handles these.
     """
     before, log.disabled = log.disabled, True
     try:
@@ -145,7 +147,7 @@ def _silenced(log: logging.Logger) -> Iterator[None]:
 
 _DEVICE_DEPENDENT = frozenset(
     {
-        # Kernels with a branch for each device. If decomposed here, they would take the branch of the CPU.
+        # Kernels with a branch per device. If they were decomposed here, they would take the branch of the CPU.
         "convolution", "convolution_backward", "convolution_overrideable", "_convolution", "_to_copy", "copy_", "copy",
         "clone", "empty_like", "new_empty", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
         "_fused_sdp_choice", "native_dropout", "native_dropout_backward", "new_zeros", "new_ones", "new_full", "zeros",
@@ -166,7 +168,10 @@ _COMPOSITE_KEYS = {
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Runs every operator that a backend would execute, and passes it to the detectors with its source line."""
+    """A dispatch mode that passes every operator that a backend would execute to the detectors.
+
+    Problems that they report are logged with the source line.
+    """
 
     def __init__(
         self,
@@ -190,13 +195,13 @@ class OperatorRecorder(TorchDispatchMode):
         """Lines of forward calls, by the sequence number of the autograd node that the call created."""
         self._host_nodes: set[int] = set()
         self._clean_decompositions: set[Any] = set()
-        """Signatures of decomposed calls without a detection. Similar calls are not decomposed again."""
+        """Signatures of decomposed calls without detections. Calls with the same signature are not decomposed again."""
         self._depth = 0
         self._paused = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here. Returning True would make torch wrap every call to disable its compiler.
+        # Nothing is compiled in this mode. If this returned True, torch would wrap every call to disable its compiler.
         return False
 
     @property
@@ -209,7 +214,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run operators without recording them."""
+        """Run operators without recording them in the context."""
         self._paused += 1
         try:
             yield
@@ -217,11 +222,11 @@ class OperatorRecorder(TorchDispatchMode):
             self._paused -= 1
 
     def function_mode(self) -> TorchFunctionMode:
-        """Return a mode that records torch functions before decomposition. Enter it together with the recorder."""
+        """Return a mode that records torch functions before decomposition, to be entered together with the recorder."""
         return _FunctionRecorder(self)
 
     def record(self, detections: Iterable[Detection]) -> None:
-        """Log detections for the running call."""
+        """Log detections for the current call."""
         for detection in detections:
             line, is_backward = self._current_line()
             self.log.add(detection, line, is_backward=is_backward, phase=self.phase)
@@ -233,7 +238,7 @@ class OperatorRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            # Most calls are this one. torch's implementation takes ten times as long.
+            # This is the most frequent call, and torch's implementation takes ten times as long.
             return args[0].fake_device
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # For wrapper subclasses such as nested tensors, the device runs the operators on the inner tensors.
@@ -265,9 +270,9 @@ class OperatorRecorder(TorchDispatchMode):
         return result
 
     def _decompose(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor]) -> tuple[Any, bool]:
-        """Run a composite operator by its parts, as the backend does, so that the parts are recorded.
+        """Decompose a composite operator like the backend does, so that its parts are recorded.
 
-        Returns the result, and whether the operator was decomposed.
+        Return the result, and whether the operator was decomposed.
         """
         status = self._statuses.get(name)
         if status is None:
@@ -284,7 +289,7 @@ class OperatorRecorder(TorchDispatchMode):
             with self:
                 result = func._op_dk(key, *args, **kwargs)
         except Exception:
-            # The parts need real values. The caller runs the operator as a whole, without recording its parts.
+            # The parts may need real values. The caller then runs the operator as a whole, without recording its parts.
             self.log.counts = before
             return None, False
         finally:
@@ -307,7 +312,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._lines[number] = user_line()
 
     def _current_line(self) -> tuple[SourceLine | None, bool]:
-        """Return the line of the running call, and whether it runs in the backward pass of that line."""
+        """Return the line of the current call, and whether the call is in the backward pass of that line."""
         line = user_line()
         node = torch._C._current_autograd_node()
         if line is None and node is not None:
@@ -329,10 +334,10 @@ class _FunctionRecorder(TorchFunctionMode):
             return recorder.executor.read_value(func, args, kwargs)
         recorder.inspect_function(FunctionCall(func, args, kwargs))
         if func is Tensor.pin_memory:
-            # torch cannot pin memory on a computer without an accelerator.
+            # torch cannot pin memory on a machine without an accelerator.
             return args[0]
         if func in SVD and recorder.is_svd_on_cpu:
-            # MPS sends the whole call to the CPU and never executes its parts.
+            # MPS runs the whole function on the CPU, so it does not execute the parts.
             with recorder.paused():
                 return func(*args, **kwargs)
         if is_read and HOST_READS[func].reads(args, kwargs):
@@ -349,7 +354,7 @@ class _FunctionRecorder(TorchFunctionMode):
 
 
 def _last_node() -> int:
-    """Return the sequence number of the autograd node created last."""
+    """Return the sequence number of the latest autograd node."""
     return int(torch._C._autograd._get_sequence_nr()) - 1
 
 
@@ -357,7 +362,7 @@ def _last_node() -> int:
 
 _RNN_FUNCTIONS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _TRACED_STEPS = 2
-# Position of the argument batch_first. Packed sequences have other arguments and are traced in full.
+# Position of the argument batch_first. Calls with packed sequences have other arguments, and are traced completely.
 _BATCH_FIRST = 8
 
 
@@ -375,7 +380,7 @@ def trace_shortened_rnn(
 ) -> tuple[Any, ...]:
     """Run a recurrent layer only on its first time steps, because later steps execute the same operators.
 
-    The rest of the output repeats the first time step and is not recorded.
+    The rest of the output repeats the first time step, and the operators that create it are not recorded.
     """
     axis, sequence = _time_axis(args), args[0]
     with paused():

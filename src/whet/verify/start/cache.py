@@ -1,6 +1,6 @@
-"""Cache of passed start checks, keyed by everything that can change their result.
+"""A cache of passed start checks, keyed by everything that can change their result.
 
-The cache is in whet's home folder. A model whose source code cannot be read has no key and is checked at every start.
+The cache is in whet's home folder. A model whose source code cannot be read has no key, and is checked at every start.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _SCALARS = (bool, int, float, str, type(None))
 def cache_key(
     facts: Mapping[str, Any], model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]
 ) -> str | None:
-    """Return a hash of the facts, the model and the functions with their code; None if code cannot be read."""
+    """Return a hash of the facts, the model and the functions, with their code, or None if the code cannot be read."""
     modules = {*_user_modules()}
     try:
         files = {*_source_files(model, functions), *(Path(str(module.__file__)) for module in modules)}
@@ -49,7 +49,7 @@ def cache_key(
 
 
 def load_verified(key: str) -> str | None:
-    """Return the summary of an earlier check; None if there is none or its file is damaged."""
+    """Return the summary of an earlier check, or None if there is none or its file is damaged."""
     try:
         path = _path(key)
         entry = json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_FILE_BYTES else {}
@@ -62,7 +62,7 @@ def load_verified(key: str) -> str | None:
 def store_verified(key: str, summary: str) -> None:
     """Store the summary of a passed check.
 
-    Errors are ignored, because repeating the check at the next start takes only a second.
+    Write errors are ignored, because repeating the check at the next start takes only a second.
     """
     with contextlib.suppress(WhetError):
         durable.make_directory(_path(key).parent)
@@ -88,12 +88,12 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that a module adds to nn.Module, such as heads, windows and flags."""
+    """Return the attributes that a module adds to those of nn.Module, such as numbers of heads and flags."""
     return {name: _serializable(value) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
 def _serializable(value: Any, depth: int = 0) -> Any:
-    """Return plain values and containers unchanged, and the type name of anything else."""
+    """Convert a value to JSON types. Keep scalars and small containers, and replace other objects by their type names."""
     if isinstance(value, _SCALARS):
         return value
     if dataclasses.is_dataclass(value):
@@ -110,9 +110,9 @@ def _serializable(value: Any, depth: int = 0) -> Any:
 
 
 def _source_files(model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> Iterator[Path]:
-    """Yield the source files of the model classes and functions.
+    """Yield the source files of the model's classes and of the functions.
 
-    torch's files are left out: its version identifies them.
+    torch's files are omitted, because its version identifies them.
     """
     classes = {type(module) for module in model.modules()}
     for thing in (*classes, *filter(None, map(_unwrap, functions))):
@@ -121,11 +121,11 @@ def _source_files(model: nn.Module, functions: tuple[Callable[..., Any] | None, 
 
 
 def _user_modules() -> Iterator[ModuleType]:
-    """Yield loaded modules outside of libraries. For example, a helper module with a flag may build the mask."""
+    """Yield loaded modules outside of libraries, because any of them may affect the model, for example by a flag."""
     for name, module in list(sys.modules.items()):
         path = Path(str(getattr(module, "__file__", None) or ""))
         is_library = name.partition(".")[0] == "whet" or not {*path.parts}.isdisjoint(_LIBRARIES)
-        # Some modules of torch refer to files that do not exist.
+        # Some modules of torch have a `__file__` that does not exist.
         is_file = isinstance(module, ModuleType) and path.suffix == ".py" and path.is_file()
         if is_file and not is_library and _STDLIB not in path.parents:
             yield module
@@ -145,7 +145,7 @@ def _unwrap(function: Any) -> Any:
 
 
 def _identity(function: Any) -> list[Any]:
-    """Return what identifies a function: module, name, line and bytecode, because two lambdas can share a line."""
+    """Return the module, name, line and bytecode of a function. Two lambdas in a line differ only in their bytecode."""
     function = _unwrap(function)
     code = getattr(function, "__code__", None)
     details = [] if code is None else [code.co_firstlineno, code.co_code.hex(), code.co_names]
@@ -153,7 +153,7 @@ def _identity(function: Any) -> list[Any]:
 
 
 def _captured_values(function: Any) -> list[Any]:
-    """Return the arguments of a partial, the variables of a closure, and the constants of a function."""
+    """Return the arguments of a partial, the variables of a closure, and the constants of a function, as JSON types."""
     captured: list[Any] = []
     while isinstance(function, functools.partial):
         captured += [*function.args, *function.keywords.items()]

@@ -1,4 +1,4 @@
-"""Check that a causal model is causal: perturb later positions and compare earlier outputs.
+"""Check that a causal model is causal, by changing the inputs of later positions and comparing earlier outputs.
 
 `use_explicit_masks` is the fallback for a device whose is_causal kernel is wrong.
 """
@@ -20,19 +20,19 @@ from whet.verify.isolation import perturb_zero_weights
 from whet.verify.tolerance import max_abs
 from whet.verify.trainable import OutputFunction
 
-# Maximum change of an earlier output that counts as rounding, relative to the largest output. Most devices return the
-# same bits for the same shapes.
+# Maximum change of an earlier output that counts as rounding, relative to the largest output. On most devices, earlier
+# outputs do not change at all.
 TOLERANCES = {"fp32": 1e-5, "tf32": 1e-4, "bf16": 2e-3, "fp16": 2e-3}
 MAX_PASSES = 8
-# Maximum number of positions to try. Each sample of a pass tries a different one.
+# Maximum number of positions to try. In a pass, each sample tries a different one.
 _MAX_POSITIONS = 64
 _ROWS_PER_COPY = 4096
-# Maximum work on a CPU, a rough estimate. Other devices get three times as much. At least two passes are run.
+# Maximum number of FLOPs on a CPU, roughly estimated. Other devices get three times as many. At least two passes run.
 _MAX_PROBE_FLOPS = 4e10
 
 
 class InconclusiveError(Exception):
-    """Causality cannot be determined. The message contains the reason."""
+    """Raised if causality cannot be determined. The message contains the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class CausalityLeak:
     changed_from: int
     """First position whose input was changed."""
     change: float
-    """Change relative to the largest output."""
+    """Change of the output, relative to the largest output."""
     tolerance: float
 
     def __str__(self) -> str:
@@ -58,9 +58,12 @@ class CausalityLeak:
 def check_causality(
     model: nn.Module, device: AbstractDevice, outputs: OutputFunction, micro: MicroBatch, *, precision: str
 ) -> CausalityLeak | None:
-    """Run `find_leak` on the device and in the precision of the run, in eval mode. The model is not restored."""
+    """Run `find_leak` on the device and in the precision of the run. The model remains in eval mode.
+
+    Zero weights are perturbed and not restored.
+    """
     model.eval()
-    # A zero output layer would hide every leak.
+    # An output layer with zero weights would hide every leak.
     perturb_zero_weights(model)
 
     def compute(batch: MicroBatch) -> Tensor:
@@ -82,10 +85,10 @@ def find_leak(
     tolerance: float = TOLERANCES["fp32"],
     max_passes: int = MAX_PASSES,
 ) -> CausalityLeak | None:
-    """Return the worst leak; None if there is none. Raises InconclusiveError if the outputs ignore the inputs.
+    """Return the worst leak, or None. Raise InconclusiveError if the outputs do not depend on the inputs.
 
-    For each position in `starts`, tokens from this position on are replaced by other tokens of the batch, and noise is
-    added to floats. By default, up to 64 positions are tried, including the first and the last.
+    For each position in `starts`, replace the tokens from this position on with other tokens of the batch, and add
+    noise to floating-point inputs. By default, try up to 64 positions, spread over the sequence.
     """
     expected = outputs(micro)
     positions = SequencePositions.of(micro, expected)
@@ -121,12 +124,12 @@ def find_leak(
 
 
 def _passes(starts: list[int] | None, positions: "SequencePositions", max_passes: int) -> Iterator[Tensor]:
-    """Yield the first changed position of each sample, for every pass."""
+    """Yield the first changed position of each sample, (samples,), for every pass."""
     if starts is not None:
         yield from (torch.full((positions.num_samples,), start) for start in starts)
         return
     last = positions.longest - 1
-    # Try the first positions one by one, which shows a mask that is wrong within groups of positions.
+    # Try the first positions one by one, to detect a mask that is wrong within groups of positions.
     count = min(last, _MAX_POSITIONS, max_passes * positions.num_samples)
     first = list(range(1, 1 + min(last, 3)))
     spread = torch.linspace(last, 1, max(2, count)).round().long().tolist()
@@ -137,13 +140,13 @@ def _passes(starts: list[int] | None, positions: "SequencePositions", max_passes
 
 
 def _rows(outputs: Tensor, positions: "SequencePositions") -> Iterator[Tensor]:
-    """Yield the outputs on the CPU in chunks of rows, because the logits may fill most of the device memory."""
+    """Copy the outputs to the CPU in chunks of rows, because logits may occupy most of the device memory."""
     flat = outputs.detach().flatten(0, positions.position.dim() - 1)
     yield from (rows.cpu().float() for rows in flat.split(_ROWS_PER_COPY))
 
 
 def _distance(actual: Tensor, expected: Tensor, positions: "SequencePositions") -> Tensor:
-    """Return the change at every position; infinity if a value became NaN or infinite, or the reverse."""
+    """Return the largest change at every position. It is infinite if a value became NaN or infinite, or the reverse."""
     changes = []
     for ours, theirs in zip(_rows(actual, positions), _rows(expected, positions), strict=True):
         is_same = ours.eq(theirs) | (ours.isnan() & theirs.isnan())
@@ -157,17 +160,21 @@ def _distance(actual: Tensor, expected: Tensor, positions: "SequencePositions") 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequencePositions:
-    """The sample of every output and its position in the sample, in the shape of the outputs."""
+    """The sample and the position in the sample of every output.
+
+    `sample` and `position` have the shape (batch, length), or (total,) if samples are packed.
+    """
 
     sample: Tensor
     position: Tensor
     num_samples: int
     longest: int
     packed_total: int | None
+    """Total number of positions if samples are packed, otherwise None."""
 
     @classmethod
     def of(cls, micro: MicroBatch, outputs: Tensor) -> Self:
-        """Match outputs with positions of the inputs. Raises UsageError if their shapes do not fit."""
+        """Match outputs with positions of the inputs. Raise UsageError if their shapes do not match."""
         if not isinstance(outputs, Tensor):
             raise UsageError("outputs must be a tensor", got=type(outputs).__name__, try_="outputs.logits")
         packed = next((f for f in micro.fields.values() if isinstance(f, Packed)), None)
@@ -203,7 +210,7 @@ class SequencePositions:
 
 
 def sequence_length(micro: MicroBatch) -> int:
-    """Return the largest number of positions of a sample; 1 for data without positions, such as images."""
+    """Return the largest number of positions of a sample, or 1 for data without positions, such as images."""
     tensors = [_values(f) for f in micro.fields.values() if not isinstance(f, Packed)]
     lengths = [v.shape[1] for v in tensors if v.dim() == 2 and not v.is_floating_point()]
     return max([*lengths, *(f.max_length for f in micro.fields.values() if isinstance(f, Packed)), 1])
@@ -223,7 +230,7 @@ def _packed_positions(starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def perturb_from(micro: MicroBatch, starts: Tensor, positions: SequencePositions) -> tuple[MicroBatch, bool]:
-    """Return the micro-batch with other values from `starts` on, and whether any value changed."""
+    """Change the values from position `starts` of each sample on. Return the batch, and whether any value changed."""
     fields: dict[str, Field] = {}
     is_changed = False
     for number, (name, field) in enumerate(micro.fields.items()):
@@ -240,7 +247,7 @@ def perturb_from(micro: MicroBatch, starts: Tensor, positions: SequencePositions
 
 
 def _late_positions(field: Field, starts: Tensor, positions: SequencePositions) -> Tensor | None:
-    """Return a mask of the positions to change; None for a field without positions."""
+    """Return a mask of the positions to change, or None for a field without positions."""
     if isinstance(field, Packed):
         sample, position = _packed_positions(field.starts.long().cpu(), len(field.values))
         return position >= starts[sample]
@@ -250,15 +257,15 @@ def _late_positions(field: Field, starts: Tensor, positions: SequencePositions) 
 
 
 def _has_positions(field: Field, length: int) -> bool:
-    """Return whether the field has the length of the outputs, or one more, if its last token is only a target."""
+    """Return whether the field has one value per output, or one more because its last token is only a target."""
     values = _values(field)
     return values.dim() >= 2 and values.shape[1] in (length, length + 1)
 
 
 def _perturbed_values(values: Tensor, *, seed: int) -> Tensor | None:
-    """Return other values: for a token the next one that occurs in the batch, for a float the value plus noise.
+    """Return different values: the next token that occurs in the batch, or a floating-point value plus noise.
 
-    Return None for masks, and if the batch has no other token.
+    Return None for masks, and if the batch contains only one token.
     """
     if values.dtype == torch.bool:
         return None
@@ -288,10 +295,10 @@ _ATTENTION_NAME = "scaled_dot_product_attention"
 
 @contextmanager
 def use_explicit_masks() -> Iterator[None]:
-    """Replace is_causal=True in attention by an explicit mask, in every thread.
+    """Use explicit masks instead of is_causal=True in attention, in all threads.
 
-    Devices have separate kernels for is_causal. The kernel of MPS attends to later positions in half precision
-    (pytorch#195910). The function is replaced in every module that imported it by name.
+    Devices have separate kernels for is_causal. The one of MPS attends to later positions in half precision
+    (pytorch#195910). The attention function is replaced in every module that imported it by name.
     """
     original = _current_attention()
 
@@ -314,7 +321,7 @@ def use_explicit_masks() -> Iterator[None]:
 
 @contextmanager
 def count_attention_calls() -> Iterator[list[None]]:
-    """Yield a list that grows by one with every call of torch's attention."""
+    """Yield a list to which every call of torch's attention function appends an element."""
     original, calls = _current_attention(), list[None]()
 
     def attention(*args: Any, **kwargs: Any) -> Any:
@@ -346,7 +353,7 @@ def _has_attention(module: object, function: object) -> bool:
 
 
 def causal_mask(query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask with 0 for visible and -inf for hidden positions, aligned at the first position like is_causal."""
+    """Return a mask with 0 for visible and -inf for hidden positions, aligned at the top left like is_causal."""
     shape = query.shape[-2], key.shape[-2]
     is_visible = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
     return torch.zeros(shape, dtype=query.dtype, device=query.device).masked_fill(~is_visible, -torch.inf)

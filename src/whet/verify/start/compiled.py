@@ -1,13 +1,13 @@
 """Compare a compiled model with its eager code on one micro-batch, before the first step.
 
-The compiled pass has the shape of the training batches of the run, because another shape would be compiled again.
-Dropout stays enabled for the same reason, and compiled code draws different random numbers. A compiled pass may
-therefore differ from an eager pass as much as eager passes differ from each other, plus rounding.
+The compiled pass has the shape of the training batches, because another shape would be compiled again. Dropout remains
+enabled for the same reason, and compiled code draws different random numbers. A compiled pass may therefore differ from
+an eager pass as much as eager passes differ from each other, plus rounding.
 
-Eager code takes twice the memory of compiled code and more (22 GiB beside 10 for GPT-2). It therefore runs on slices of
-the micro-batch, one after the other, and adds up their gradients. A batch that must stay whole, as with BatchNorm, is
-computed with activation checkpointing. Where both give another result, as for a loss that is no mean over samples of a
-model without blocks, eager code decides as it is. The gradients of the first pass are kept on the host.
+Eager code needs more than twice the memory of compiled code (22 GiB instead of 10 for GPT-2). It therefore runs on
+slices of the micro-batch, one after the other, and accumulates their gradients. A batch that must not be split, for
+example because of BatchNorm, is computed with activation checkpointing. If neither agrees or applies, eager code runs
+unchanged, and that comparison decides. The gradients of the first pass are kept on the host.
 """
 
 import math
@@ -42,22 +42,25 @@ from whet.verify.start.device_parity import (
 )
 from whet.verify.tolerance import SMALL_TENSOR_SHARE
 
-# Maximum distance of the nearest compiled pass from the first eager pass, relative to that of the farthest eager pass.
+# Maximum distance of the nearest compiled pass from the first eager pass, as a multiple of that of the farthest eager
+# pass.
 _DRAW_FACTOR = 1.2
-# Maximum rounds of one eager and one compiled pass. For a correct model, all passes have the same distribution. The
-# nearest of 6 compiled passes is then beyond the farthest of 6 eager passes in one of 924 cases per tensor, and it was
-# never a fifth beyond it in 1,200 trials. A wrong result appears in every compiled pass.
+# Maximum number of rounds, each with one eager and one compiled pass. For a correct model, all passes have the same
+# distribution. The nearest of 6 compiled passes is then farther than the farthest of 6 eager passes in one of 924 cases
+# per tensor, and it was never 20 % farther in 1,200 trials. A wrong result appears in every compiled pass.
 _MAX_ROUNDS = 6
-# Draws of dropout to add up in one pass, which halves the spread of a tensor.
+# Number of dropout draws to accumulate in one pass, which halves the relative spread of a tensor.
 _DRAWS_PER_PASS = 4
-# The same factor for rounding. Compiled code rounds no more than eager code, so they differ by at most twice as much.
+# The same factor for rounding. Compiled code has no larger rounding error than eager code, so they differ by at most
+# twice that error.
 _ROUNDING_FACTOR = 2.0
-# Maximum half-precision error that may be rounding if rounding cannot be measured. Recursive models had 0.2 in bf16.
+# Maximum half-precision error that is plausible as rounding if rounding cannot be measured. Recursive models had errors
+# of 0.2 in bf16.
 _PLAUSIBLE_HALF_ROUNDING = 0.5
-# Smaller tensors vary most under dropout and are not compared, except for the loss.
+# Minimum size of compared gradients under dropout, because smaller tensors vary most.
 _MIN_ELEMENTS = 256
 _LOSS_NAME = "the loss"
-# Eager code runs the micro-batch in this many slices, so that it needs less memory than the compiled code.
+# Number of slices in which eager code runs the micro-batch, so that it needs less memory than compiled code.
 _NUM_SLICES = 4
 
 _Distances = dict[str, float]
@@ -76,13 +79,13 @@ class CompiledParity:
     largest: float
     """Largest error of all compared tensors."""
     dropout_error: float | None
-    """Difference between two eager passes; None if they differ only by rounding."""
+    """Largest difference between eager passes, or None if they differ only by rounding."""
     compiled_loss: float
     eager_loss: float
     num_compared: int
     num_gradients: int
     is_compiled: bool = True
-    """Whether the compiler produced a graph. Without one, equal results mean nothing."""
+    """Whether the compiler produced a graph. Without one, equal results prove nothing."""
 
     @property
     def is_usable(self) -> bool:
@@ -115,7 +118,7 @@ def compare_compiled_with_eager(
     precision: str,
     may_slice: bool = True,
 ) -> CompiledParity:
-    """Compare the compiled model with its eager code, and restore the model and all generators.
+    """Compare the compiled model with its eager code. The model and all random generators are restored.
 
     `may_slice` is False if the loss of a batch is known to differ from that of its parts. State that a loss function
     keeps in Python objects is not restored.
@@ -124,7 +127,7 @@ def compare_compiled_with_eager(
         num_before = num_graphs()
         slices = slice_micro_batch(micro, _NUM_SLICES) if may_slice else None
         make = partial(_Comparison, model, device, loss, micro, precision)
-        # Agreement is proof for any way. A difference may also come from the slices or from the recomputation.
+        # Agreement in any of these ways is proof, but a difference may also be due to slicing or recomputation.
         found = _run(make, slices=slices) if slices is not None else None
         if found is None and _can_recompute(model):
             found = _run(make, is_recomputed=True)
@@ -147,31 +150,31 @@ def compare_with_reference(
     precision: str,
     reference: Callable[[], AbstractContextManager[object]],
 ) -> CompiledParity:
-    """Compare the model's current execution with that inside the context `reference`, which restores the usual one.
+    """Compare passes of the model with passes inside the context `reference`, such as the model without a change to it.
 
-    Nothing is compiled here, so dropout is disabled: it would hide small differences.
+    Dropout is disabled, because it would hide small differences and nothing is compiled here.
     """
     with preserve_model(model), preserve_rng(device):
         for module in model.modules():
-            # An overridden `eval()` may do more than `preserve_model` undoes.
+            # Do not call eval(), because an override may do more than `preserve_model` restores.
             module.training = False
         return _Comparison(model, device, loss, micro, precision, reference=reference).run()
 
 
 def _run(make: Callable[..., "_Comparison"], **options: Any) -> "tuple[_Comparison, CompiledParity] | None":
-    """Compare with eager passes in little memory; None unless they agree."""
+    """Compare with eager passes that need less memory. Return None if they fail or disagree."""
     try:
         comparison = make(**options)
         parity = comparison.run()
     except Exception:
-        # A model may keep state for the rows of a batch. What else fails will fail again without these options.
+        # A model may keep state for the rows of a batch. Any other failure will occur again without these options.
         return None
     return (comparison, parity) if parity.agrees else None
 
 
 def _can_recompute(model: nn.Module) -> bool:
     blocks = find_blocks(model)
-    # A forward of its own is that of a run that recomputes activations already, or the user's.
+    # If a block has its own `forward` attribute, its activations are already recomputed, or the user has replaced it.
     return bool(blocks) and not any("forward" in vars(block) for block in blocks)
 
 
@@ -196,7 +199,7 @@ class _Comparison:
         self._is_recomputed = is_recomputed
         self._reference = reference
         self._total_weight: Tensor | float | None = None
-        """The sum of the weights of all slices, once it is known."""
+        """Sum of the weights of all slices, or None until it is known."""
         self._precision = precision
         self._compute_precision = compute_precision(model, precision)
         self._buffers = BufferSnapshot(model)
@@ -211,7 +214,7 @@ class _Comparison:
         if not self._is_rounding(eager):
             return self._compare_with_dropout()
         parity = self._compare_without_dropout(eager)
-        # Two eager passes may look deterministic by chance, because a rare draw may appear only in the third pass.
+        # Two eager passes may appear deterministic by chance, because a rare draw may occur only in the third pass.
         return parity if parity.agrees else self._compare_with_dropout(fallback=parity)
 
     def runs_compiled(self) -> bool:
@@ -220,7 +223,7 @@ class _Comparison:
     def _compare_with_dropout(self, *, fallback: CompiledParity | None = None) -> CompiledParity:
         """Compare the nearest compiled pass with the farthest eager pass.
 
-        Return `fallback` if the eager passes differ only by rounding after all.
+        Return `fallback` if the passes disagree and the eager passes still differ only by rounding.
         """
         self._use_several_draws()
         nearest: _Distances | None = None
@@ -236,7 +239,7 @@ class _Comparison:
         return fallback if fallback is not None and is_rounding and not parity.agrees else parity
 
     def _compare_without_dropout(self, eager: _Distances) -> CompiledParity:
-        """Compare passes that differ only by rounding. Above the bound, measure the error of the eager pass."""
+        """Compare passes that differ only by rounding. If they disagree, measure the rounding error of eager code."""
         self._restore_generators()
         compiled, loss = self._compiled_pass()
         parity = self._judge(compiled, eager, loss, is_rounding=True)
@@ -245,7 +248,7 @@ class _Comparison:
         try:
             rounding = _distances(self._higher_precision_pass(), self._first)
         except Exception:
-            # Not every model runs in another dtype, and the memory may be too small.
+            # Not every model runs in another dtype, and the memory may be insufficient.
             if self._compute_precision in HALF_TYPES and parity.error <= _PLAUSIBLE_HALF_ROUNDING:
                 raise
             return parity
@@ -253,12 +256,12 @@ class _Comparison:
         return self._judge(compiled, farthest, loss, is_rounding=True, factor=_ROUNDING_FACTOR)
 
     def _use_several_draws(self) -> None:
-        """Average several draws per pass from now on, which reduces the spread of dropout and shows wrong results."""
+        """Average several draws per pass from now on, which reduces the spread of dropout and reveals wrong results."""
         self._num_draws = _DRAWS_PER_PASS
         self._first = self._first_pass()
 
     def _is_rounding(self, eager: _Distances) -> bool:
-        """Return whether two eager passes differ only by rounding."""
+        """Return whether eager passes with these distances differ only by rounding."""
         return all(error <= self._bound(name) for name, error in eager.items() if math.isfinite(error))
 
     def _bound(self, name: str) -> float:
@@ -274,12 +277,12 @@ class _Comparison:
         for name, error in compiled.items():
             own = eager.get(name, 0.0)
             is_compared = is_rounding or sizes.get(name, 1) >= _MIN_ELEMENTS or math.isnan(error)
-            # A tensor cannot be compared if the eager model itself is not finite.
+            # A tensor cannot be compared if the eager result is not finite.
             if is_compared and math.isfinite(own):
                 bounds[name] = math.hypot(self._bound(name), factor * own)
         worst = max(bounds, key=lambda name: _nan_as_inf(compiled[name] / bounds[name]), default=_LOSS_NAME)
         return CompiledParity(
-            # `<=`: NaN exceeds every bound.
+            # Use `<=`, so that NaN exceeds every bound.
             agrees=all(compiled[name] <= bound for name, bound in bounds.items()),
             worst=worst,
             error=compiled[worst],
@@ -295,7 +298,7 @@ class _Comparison:
     # --- one pass -----------------------------------------------------------------------------------------------------
 
     def _first_pass(self) -> LossAndGradients:
-        """Return an eager pass with its gradients on the host, so that the device has room for another one."""
+        """Run an eager pass, and move its gradients to the host, so that the device has memory for another pass."""
         result = self._eager_pass()
         return LossAndGradients(result.loss, {name: gradient.cpu() for name, gradient in result.gradients.items()})
 
@@ -305,19 +308,19 @@ class _Comparison:
 
     @contextmanager
     def _as_written(self) -> Iterator[None]:
-        """Run the code of the model while entered, and recompute activations if that is needed."""
+        """Run the eager code of the model in the context, with activation checkpointing if requested."""
         with self._reference(), checkpoint_activations(self._model) if self._is_recomputed else nullcontext():
             yield
 
     def _compiled_pass(self) -> tuple[_Distances, float]:
-        """Return the distance of a compiled pass from the first eager pass, and its loss."""
+        """Run a compiled pass. Return its distances from the first eager pass, and its loss."""
         result = self._pass((self._micro,), self._precision)
         return _distances(result, self._first), float(result.loss)
 
     def _higher_precision_pass(self) -> LossAndGradients:
-        """Repeat the first pass in a wider dtype, which shows its rounding error."""
+        """Repeat the first pass in a wider dtype, to measure its rounding error."""
         self._restore_generators()
-        # Cached blocks of half-precision passes are too small for this pass.
+        # Cached memory blocks of half-precision passes are too small for this pass.
         self._device.memory.empty_cache()
         dtype = torch.float32 if self._compute_precision in HALF_TYPES else torch.float64
         with self._as_written(), temporary_copy(self._model, self._device.torch_device, dtype):
@@ -334,14 +337,14 @@ class _Comparison:
                 else:
                     loss = self._sum_of_parts(parts, precision, scale)
                 losses.append(loss)
-                # Every pass starts from the same buffers.
+                # Every pass must start from the same buffers.
                 self._buffers.restore()
             return LossAndGradients(torch.stack(losses).mean(), dense_gradients(self._model))
         finally:
             clear_gradients(self._model)
 
     def _sum_of_parts(self, parts: Sequence[MicroBatch], precision: str, scale: float) -> Tensor:
-        """Return the loss of several parts as if they were one, and accumulate its gradients."""
+        """Compute the loss of several parts as if they were one batch, and accumulate its gradients."""
         device, total_weight = self._device, self._total_weight
         divisor, losses, weights = total_weight, [], []
         for part in parts:
@@ -351,7 +354,8 @@ class _Comparison:
                 if weight is None:
                     total, weight = total * len(part), float(len(part))
                 if divisor is None:
-                    # The weights of later parts are not known yet, and fp16 needs about the final size.
+                    # Estimate the total weight, because fp16 needs gradients of about the final size. It is corrected
+                    # below, once the weights of all parts are known.
                     divisor = torch.as_tensor(weight) * len(parts)
                     divisor = torch.where(divisor > 0, divisor, torch.ones_like(divisor))
                 (total / divisor * scale).backward()
@@ -372,13 +376,13 @@ class _Comparison:
 
 
 def _distances(result: LossAndGradients, first: LossAndGradients) -> _Distances:
-    """Return L2 distances relative to the norms of the first pass, whose gradients are on the host."""
+    """Return the L2 distances of the loss and gradients from the first pass, relative to its norms."""
     zero = first.loss.new_zeros((), dtype=torch.float32)
     names = [*first.gradients, *(name for name in result.gradients if name not in first.gradients)]
     pairs = []
     for name in names:
         ours, theirs = result.gradients.get(name), first.gradients.get(name)
-        # Only one gradient of the first pass is on the device at a time.
+        # Keep only one gradient of the first pass on the device at a time.
         theirs = None if theirs is None else theirs.to(zero.device if ours is None else ours.device)
         pairs.append((_norm(theirs, zero), _norm(_difference(ours, theirs), zero)))
     norms = torch.stack([zero, *(norm for norm, _ in pairs)])
@@ -407,7 +411,7 @@ def _difference(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
 
 
 def _combine(pick: Callable[[float, float], float], one: Mapping[str, float], other: Mapping[str, float]) -> _Distances:
-    """Return the minimum or maximum for every name. A missing gradient has distance 0, and NaN is kept."""
+    """Return the minimum or maximum for every name. The distance of a missing gradient is 0, and NaN is preserved."""
     names = {**one, **other}
     pairs = {name: (one.get(name, 0.0), other.get(name, 0.0)) for name in names}
     return {name: math.nan if math.isnan(a + b) else pick(a, b) for name, (a, b) in pairs.items()}
@@ -419,23 +423,23 @@ def _nan_as_inf(value: float) -> float:
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------
 
-# Prefix of the name that torch.compile gives to a compiled graph in the rewritten bytecode.
+# Prefix of the names of compiled graphs in the bytecode that torch.compile rewrites.
 _COMPILED_NAME_PREFIX = "__compiled_fn"
 
 
 def num_graphs() -> int:
-    """Return the number of graphs compiled in this process so far."""
+    """Return the number of graphs that torch.compile has produced in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def runs_compiled(function: Callable[[], object]) -> bool:
-    """Return whether `function` executes a compiled graph, including one compiled earlier; True if unknown.
+    """Return whether `function` executes a compiled graph, even one compiled earlier. True if unknown.
 
-    This check is needed because torch.compile silently runs code eagerly that it cannot trace.
+    This check is necessary because torch.compile silently runs code eagerly if it cannot trace it.
     """
     if sys.getprofile() is not None:
-        # Another profiler is active, and Python supports only one.
+        # Another profiler is active, and Python supports only one at a time.
         return True
     is_compiled = False
 

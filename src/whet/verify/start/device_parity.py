@@ -16,28 +16,29 @@ from whet.verify.isolation import cast_floating, disable_dropout, temporary_copy
 from whet.verify.tolerance import error_bound, relative_error, relative_errors
 
 MAX_SAMPLES = 8
-# Maximum work for the CPU, which takes a second or two on a slow one. A large model gets fewer samples.
+# Maximum number of FLOPs on the CPU, which take a second or two if it is slow. Large models use fewer samples.
 _MAX_CPU_FLOPS = 4e10
-# Maximum relative errors of loss and gradients. The bounds grow if the CPU itself is inaccurate.
+# Maximum relative errors of the loss and of the gradients. The bounds grow if the CPU itself is inaccurate.
 PARITY_BOUNDS = {"fp32": (1e-4, 5e-3), "tf32": (5e-3, 2e-2), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
-# The bounds grow up to this or by this factor. A wider one would hide a wrong result.
+# Bounds may grow up to this value or by this factor, whichever is larger. Wider bounds would hide a wrong result.
 _MAX_BOUND, _MAX_GROWTH = 1e-2, 5
-# Minimum scale for the error of a loss, because a smaller loss consists of the rounding of larger numbers.
+# Minimum denominator of the relative error of a loss, because a smaller loss is mostly the rounding of larger numbers.
 MIN_LOSS_SCALE = 1e-2
 # Without a loss scale, fp16 gradients underflow.
 FP16_LOSS_SCALE = 1024.0
 
 
 class LossAndGradients(NamedTuple):
-    """Result of one forward and backward pass."""
+    """The result of one forward and backward pass."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
+    """Gradients by the name of the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceParity:
-    """Relative errors of a device compared with the CPU."""
+    """Relative errors of the loss and gradients of a device, compared with the CPU."""
 
     device_loss: float
     cpu_loss: float
@@ -51,7 +52,7 @@ class DeviceParity:
 
     @property
     def agrees(self) -> bool:
-        # `<=`: NaN exceeds every bound.
+        # Use `<=`, so that NaN exceeds every bound.
         return self.loss_error <= self.loss_bound and self.gradient_error <= self.gradient_bound
 
     def __str__(self) -> str:
@@ -70,13 +71,16 @@ class DeviceParity:
 
 
 def parity_batch_size(num_parameters: int, length: int) -> int:
-    """Return the number of samples: up to 8, fewer for a large model, and at least 2, which BatchNorm needs."""
+    """Return the number of samples for the comparison: MAX_SAMPLES, or fewer for a large model, but at least 2.
+
+    BatchNorm needs at least 2. `length` is the number of positions of a sample.
+    """
     affordable = int(_MAX_CPU_FLOPS / (6 * max(1, num_parameters) * max(1, length)))
     return max(2, min(MAX_SAMPLES, affordable))
 
 
 def compute_precision(model: nn.Module, precision: str) -> str:
-    """Return the precision that determines rounding. Half-precision weights round even without autocast."""
+    """Return the precision that determines rounding errors: that of half-precision weights, or else `precision`."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     return next((name for name, half in HALF_TYPES.items() if half in dtypes), precision)
 
@@ -90,9 +94,9 @@ def loss_and_gradients(
     precision: str,
     draws: RecordedDraws,
 ) -> LossAndGradients:
-    """Return the loss and gradients of a micro-batch without dropout, copied to the CPU. The model is not restored.
+    """Return the loss and gradients of a micro-batch without dropout, moved to the CPU. The model is not restored.
 
-    The first pass records its random draws in `draws`, and later ones repeat them.
+    The first pass records its random draws in `draws`, and later passes repeat them.
     """
     scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
     try:
@@ -107,7 +111,7 @@ def loss_and_gradients(
 def forward_backward(
     device: AbstractDevice, loss: MicroLoss, micro: MicroBatch, *, precision: str, scale: float
 ) -> Tensor:
-    """Return the loss of a micro-batch, and accumulate its gradients, multiplied by `scale`."""
+    """Compute the loss of a micro-batch, and accumulate its gradients multiplied by `scale`. Return the loss."""
     with device.compute_context(), torch.enable_grad():
         with device.autocast(precision):
             total, weight = parse_loss(loss(micro.map_tensors(device.put)))
@@ -117,7 +121,7 @@ def forward_backward(
 
 
 def dense_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients on their device. Sparse gradients are converted to dense ones."""
+    """Return the gradients by name. Sparse gradients are converted to dense ones."""
     named = ((name, parameter.grad) for name, parameter in model.named_parameters())
     return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in named if grad is not None}
 
@@ -139,8 +143,9 @@ def compare_with_cpu(
 ) -> DeviceParity:
     """Compare the result of a device with the CPU in float32. The model is not restored.
 
-    If an error exceeds its bound, the rounding error of the CPU is measured: float32 against float64, or half precision
-    against float32. The bound grows with that error, and ArithmeticError is raised where it would be of no use.
+    If an error exceeds its bound, measure the rounding error of the CPU: float32 compared with float64, or half
+    precision compared with float32. The bounds grow with that error. Raise ArithmeticError if they would become too
+    wide to be useful.
     """
     expected = _on_cpu(model, loss, micro, draws)
     bounds = PARITY_BOUNDS[precision]
@@ -168,9 +173,9 @@ def compare_with_cpu(
 
 
 def repeat_difference(first: LossAndGradients, second: LossAndGradients) -> str | None:
-    """Describe how two passes over the same micro-batch differ; None if every bit is the same.
+    """Describe how two passes over the same micro-batch differ. Return None if every bit is the same.
 
-    A difference is not an error, because some devices do not define the order of sums.
+    A difference is not an error, because the order of sums is not deterministic on some devices.
     """
     before = {**first.gradients, "the loss": first.loss}
     after = {**second.gradients, "the loss": second.loss}
@@ -182,7 +187,7 @@ def repeat_difference(first: LossAndGradients, second: LossAndGradients) -> str 
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor. In bytes, a NaN equals itself."""
+    """Return the bytes of a tensor. When compared as bytes, a NaN equals itself."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

@@ -1,9 +1,10 @@
-"""Check whether a batch may be split: compare the loss of a few samples as a whole and in two parts.
+"""Check whether a batch may be split, by computing the loss of a few samples at once and in two parts.
 
-The loss of a step is the mean over its micro-batches, weighted by their samples. That equals the loss of the whole
-batch for a mean over samples, but not for a mean over labelled tokens, a contrastive loss or a sum. Loss and gradients
-of both ways are compared with the same random draws. The samples are chosen so that labels and masks are divided
-unevenly between the parts. Values that often mark ignored labels are tried too, because they may occur only later.
+The loss of a step is the mean over its micro-batches, weighted by their numbers of samples. This equals the loss of the
+whole batch if the loss is a mean over samples, but not if it is a mean over labeled tokens, a contrastive loss or a
+sum. The losses and gradients of both ways are compared with the same random draws. The samples are chosen so that
+labels and masks are divided unevenly between the parts. Values that often mark ignored labels are also tried, because
+they may occur only in later batches.
 """
 
 import functools
@@ -30,12 +31,12 @@ from whet.verify.draws import RecordedDraws, UnrepeatableDrawError
 from whet.verify.isolation import preserve_model_and_rng
 
 _TOLERANCE = 2e-3
-"""Largest relative difference of the loss and of each gradient. Rounding gives 1e-6, a wrong weight several percent."""
+"""Maximum relative difference of the loss and of each gradient. Rounding causes 1e-6, wrong weights several percent."""
 _ROUNDING = 4
-"""Differences up to this many times the measured effect of rounding are not counted."""
+"""Differences are allowed up to this multiple of the measured effect of rounding."""
 _MIN_SAMPLES, _MAX_SAMPLES = 6, 12
 _MAX_VALUES = 8
-"""A field with more distinct values is no class label or mask."""
+"""Maximum number of distinct values of a feature that is treated as a class label or a mask."""
 _TF32_EPS = 2.0**-10
 _NO_TOKENS = ("attention_mask", "token_type_ids", "position_ids", "special_tokens_mask")
 
@@ -53,10 +54,10 @@ def loss_split_obstacle(
     is_repeated: bool = False,
     on_progress: Callable[[], None] = lambda: None,
 ) -> str | None:
-    """Return why the batches of this loss may not be split; None if they may.
+    """Return the reason why the batches of this loss may not be split, or None if they may.
 
-    `micro_batches(batch, size)` splits a batch. The model and the generators are restored. A repeated check compares
-    the samples as they are and tries no other values. `on_progress` is called after each computed loss.
+    `micro_batches(batch, size)` splits a batch. The model and the random generators are restored. If `is_repeated`, the
+    samples are compared only with the values that they have. `on_progress` is called after each computed loss.
     """
     if (mixing := mixing_layer(model)) is not None:
         return f"{mixing} computes statistics over the batch"
@@ -85,7 +86,7 @@ def loss_split_obstacle(
             if obstacle is None and not is_repeated:
                 obstacle = _compare_planted(model, compute_loss, whole, parts, device, pad_token)
     except UnrepeatableDrawError as error:
-        # A pair cannot be compared then, but the user has given its weight.
+        # A pair (sum, weight) cannot be compared then, but the user has specified the weight.
         return None if is_pair else f"it was not shown that the loss is a mean over samples: {error}"
     except WhetError:
         raise
@@ -97,7 +98,7 @@ def loss_split_obstacle(
 
 
 def mixing_layer(model: nn.Module) -> str | None:
-    """Return the name of a layer whose training mode depends on all samples of the batch; None if there is none."""
+    """Return the name of a layer whose output depends on all samples of the batch in training mode, or None."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return f"{type(module).__name__} ({name})" if name else type(module).__name__
@@ -105,9 +106,9 @@ def mixing_layer(model: nn.Module) -> str | None:
 
 
 def _weighted_criterion(loss: MicroLoss) -> str | None:
-    """Return the name of a torch criterion whose mean is weighted by class; None if there is none.
+    """Return the name of a torch criterion whose mean is weighted by class, or None.
 
-    The elementwise weights of binary cross entropy are not in its denominator.
+    Binary cross entropy is allowed, because its mean is not divided by its elementwise weights.
     """
     function = loss.function if isinstance(loss, BatchLoss) else loss
     if isinstance(function, functools.partial) and function.func in (functional.cross_entropy, functional.nll_loss):
@@ -127,7 +128,10 @@ def _is_uneven(weight: Tensor | None) -> bool:
 
 
 def _choose_rows(batch: GlobalBatch, micro_batches: MicroBatches, pad_token: int | None) -> tuple[np.ndarray, int]:
-    """Return a few samples, in an order that divides no value evenly between the parts, and the size of part one."""
+    """Choose a few samples, ordered so that all values are divided unevenly between two parts.
+
+    Return the indices of the samples, and the size of the first part.
+    """
     features: dict[str, list[Tensor]] = {}
     for micro in micro_batches(batch, 256):
         for name, feature in _features(micro.fields, pad_token):
@@ -135,11 +139,11 @@ def _choose_rows(batch: GlobalBatch, micro_batches: MicroBatches, pad_token: int
     columns = [torch.cat(feature).numpy() for feature in features.values()]
     marks = [mark for column in columns if len(column) == len(batch) for mark in _marks(column)]
     chosen: list[int] = []
-    # Rare values first: a random choice of samples could miss them.
+    # Choose samples with rare values first, because a random choice could miss them.
     for mark in sorted(marks, key=np.count_nonzero):
         if len(chosen) < _MAX_SAMPLES and not mark[chosen].any():
             chosen.append(int(np.flatnonzero(mark)[0]))
-    # Spread over the batch: neighbors often have the same class.
+    # Spread the other samples over the batch, because neighbors often have the same class.
     for row in np.linspace(0, len(batch) - 1, min(_MIN_SAMPLES, len(batch))).astype(int):
         if len(chosen) < _MIN_SAMPLES and row not in chosen:
             chosen.append(int(row))
@@ -151,7 +155,7 @@ def _choose_rows(batch: GlobalBatch, micro_batches: MicroBatches, pad_token: int
 
 
 def _features(fields: Mapping[str, Field], pad_token: int | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield a number for each sample by which a loss may weight it: a label, a mask, a length, a number of tokens."""
+    """Yield features by which a loss may weight samples, (samples,): labels, sums of masks, lengths, token counts."""
     for name, field in fields.items():
         if isinstance(field, Padded):
             yield f"{name} length", field.lengths
@@ -177,7 +181,7 @@ def _marks(column: np.ndarray) -> list[np.ndarray]:
 
 
 def _unevenness(order: np.ndarray, first: int, marks: list[np.ndarray]) -> float:
-    """Return how differently a value is distributed over the two parts, for the value that differs least."""
+    """Return the difference between the fractions of a value in the two parts, for the value where it is smallest."""
     ordered = [mark[order] for mark in marks]
     return min((abs(m[:first].mean() - m[first:].mean()) for m in ordered if m.any() and not m.all()), default=0.0)
 
@@ -187,21 +191,21 @@ def _unevenness(order: np.ndarray, first: int, marks: list[np.ndarray]) -> float
 
 class _Computed(NamedTuple):
     weight: Tensor | float | None
-    """The weight of a pair (sum, weight); None for a mean."""
+    """The weight if the loss is a pair (sum, weight), or None if it is a mean."""
     values: list[Tensor]
-    """The loss and the gradients of all trained parameters."""
+    """The loss, and the gradients of all trainable parameters."""
 
 
 def _compare(
     model: nn.Module, loss: MicroLoss, whole: MicroBatch, parts: list[MicroBatch], *, skips_nan: bool = False
 ) -> str | None:
-    """Compare loss and gradients of the whole with those of its parts."""
+    """Compare the loss and gradients of the whole batch with those of its parts. Return the obstacle, or None."""
     draws, host = RecordedDraws(len(whole)), get_host_rng()
     with draws.record():
         expected = _compute(model, loss, whole)
     is_pair = expected.weight is not None
     if not bool(expected.values[0].isfinite()):
-        # A planted value may be impossible, and the guard of the step handles a loss that becomes NaN.
+        # Ignore NaN if requested: a planted value may be invalid, and NonFiniteGuard handles a loss that becomes NaN.
         reason = f"it was not shown that the loss is a mean over samples: it is {float(expected.values[0])}"
         return None if skips_nan else reason
     if not host_rng_equal(host, get_host_rng()):
@@ -222,7 +226,7 @@ def _compare(
     if skips_nan and not all(math.isfinite(norm) for norm in norms):
         return None
     if _is_sharded(model):
-        # Ranks must call a sharded model equally often, so the effect of rounding is not measured.
+        # All ranks must call a sharded model equally often, so do not measure the effect of rounding.
         norms = [norms[0], *[max(norms[1:], default=0.0)] * (len(norms) - 1)]
     allowed = [_TOLERANCE * norm for norm in norms]
     if all(difference <= most for difference, most in zip(differences, allowed, strict=True)):
@@ -266,7 +270,8 @@ def _norms(values: list[Tensor]) -> list[float]:
 def _perturbed_weights(model: nn.Module) -> Iterator[None]:
     """Perturb every weight by a few units in the last place, to measure how rounding affects the gradients.
 
-    Some gradients consist of rounding error only: those of a bias before a norm, or of a model that fits perfectly.
+    Some gradients are pure rounding errors, for example those of a bias before a norm, or of a model that fits the data
+    perfectly.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     saved = [parameter.detach().clone() for parameter in parameters]
@@ -296,15 +301,18 @@ def _compare_planted(
     device: AbstractDevice,
     pad_token: int | None,
 ) -> str | None:
-    """Compare again with ignored labels or a cleared mask in the first sample. The loss may reject them."""
+    """Compare again with values in the first sample that a loss may ignore, such as ignored labels or a cleared mask.
+
+    Values that make the loss fail are skipped. Return the first obstacle, or None.
+    """
     labels = _label_fields(whole)
     unknown = [name for name in labels if not _is_named_label(name) and not _holds(whole, name, -100)]
     if unknown and device.kind != "cpu":
-        # An ignored label in an input would make an embedding read out of bounds, which ends a CUDA process.
+        # An ignored label in an input would make an embedding read out of bounds, which aborts a CUDA process.
         return f"it was not shown that the loss is a mean over samples: {', '.join(unknown)} may hold ignored labels"
     candidates = [*_ignored_labels(whole, labels, is_cpu=device.kind == "cpu")]
     if not _is_sharded(model):
-        # Their number depends on the samples, which differ between ranks.
+        # The number of these candidates depends on the samples, which differ between ranks.
         candidates += _other_values(whole, labels, pad_token, is_cpu=device.kind == "cpu")
     for planted in candidates:
         try:
@@ -320,10 +328,10 @@ def _compare_planted(
 
 
 def _ignored_labels(whole: MicroBatch, labels: list[str], *, is_cpu: bool) -> Iterator[dict[str, float]]:
-    """Yield the fields in which labels are replaced by a value that losses commonly ignore, with that value."""
-    # By torch's cross entropy and transformers, and by nanoGPT and others.
+    """Yield values that losses commonly ignore, by the name of the label field in which to plant them."""
+    # -100 is ignored by torch's cross entropy and transformers, and -1 by nanoGPT and others.
     for ignored in (-100, -1):
-        # A negative label that is not ignored ends a CUDA process.
+        # A negative label that is not ignored aborts a CUDA process.
         safe = [n for n in labels if is_cpu or _holds(whole, n, ignored) or (ignored == -100 and _is_named_label(n))]
         if safe:
             yield dict.fromkeys(safe, ignored)
@@ -332,7 +340,7 @@ def _ignored_labels(whole: MicroBatch, labels: list[str], *, is_cpu: bool) -> It
 def _other_values(
     whole: MicroBatch, labels: list[str], pad_token: int | None, *, is_cpu: bool
 ) -> Iterator[dict[str, float]]:
-    """Yield tokens that may be padding, and the opposite of masks that are complete in this batch."""
+    """Yield tokens that may be padding, and the opposite value of masks that are constant in this batch, by field."""
     tokens = labels or _token_fields(whole)
     candidates = [dict.fromkeys(tokens, 0.0), {name: float(_tensor(whole, name).min()) for name in tokens}]
     if pad_token is not None:
@@ -343,7 +351,7 @@ def _other_values(
     for name, field in whole.fields.items():
         if not isinstance(field, Tensor) or field.is_complex() or field.numel() == 0:
             continue
-        # No integer becomes 1, which might be one class too many.
+        # Do not set integers to 1, because it may not be a valid class.
         if bool((field == 1).all()):
             yield {name: 0}
         elif (field.dtype == torch.bool or field.is_floating_point()) and bool((field == 0).all()):
@@ -351,7 +359,7 @@ def _other_values(
 
 
 def _token_fields(micro: MicroBatch) -> list[str]:
-    """Return the integer fields with several values for each sample."""
+    """Return the integer fields with several values per sample."""
     return [
         name
         for name, field in micro.fields.items()
@@ -361,7 +369,7 @@ def _token_fields(micro: MicroBatch) -> list[str]:
 
 
 def _label_fields(micro: MicroBatch) -> list[str]:
-    """Return the integer fields that may hold a label for each token. The first of two such fields is the input."""
+    """Return the integer fields that may contain token labels. If no name indicates this, the first is the input."""
     names = [name for name in _token_fields(micro) if name.rpartition(".")[2] != "input_ids"]
     named = [name for name in names if _is_named_label(name)]
     return named or names[1:] or ([] if len(micro.fields) == 1 or not names else names[-1:])
@@ -382,7 +390,7 @@ def _tensor(micro: MicroBatch, name: str) -> Tensor:
 
 
 def _plant(micro: MicroBatch, values: Mapping[str, float]) -> MicroBatch:
-    """Set the second half of the first sample to a value; all of it if it is one number."""
+    """Set the second half of the first sample to a value, or its only value if the field has one number per sample."""
     fields = dict(micro.fields)
     for name, value in values.items():
         field = _tensor(micro, name)
