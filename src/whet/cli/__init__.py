@@ -1,1 +1,1 @@
-"""The command line: one function per command. Commands render and print; everything else returns values."""
+"""The command line, with one function per command. Only this package prints. All other packages return values."""

@@ -1,4 +1,4 @@
-"""`whet bench`: measure the speed of a recipe, and compare settings and a plain loop."""
+"""`whet bench`: measure the speed of a recipe, and compare it with other settings or a plain loop."""
 
 import shlex
 import sys
@@ -51,7 +51,7 @@ def bench(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the results.")] = Path("bench"),
     json: Json = False,
 ) -> None:
-    """Measure real steps: speed, memory, variation.
+    """Measure the speed, memory and variation of real steps.
 
     \b
     whet bench text
@@ -61,8 +61,8 @@ def bench(
     whet bench my_recipe.py global_batch_size=64 --markdown
     whet bench train.py:main --against naive
 
-    Every value is timed alternately with the plan's own, on the same batches, in a separate process that may crash. The
-    result is written to a folder as JSON with a chart. With --json it is printed instead.
+    Each value of a sweep and the value in the plan are timed alternately, on the same batches, in a separate process
+    that may crash. The result is written to a folder as JSON with a chart. With --json, it is printed instead.
     """
     from whet.report.bench_report import render_bench
 
@@ -80,13 +80,13 @@ def bench(
         output.result(render_bench(result))
         for path in _write(result, out, is_page=markdown):
             output.note(f"written: {path}")
-    # Nothing could be measured: every process failed or ran out of time.
+    # If nothing was measured, every process failed or ran out of time.
     if not any(row.samples_per_second for sweep_result in result.sweeps for row in sweep_result.rows):
         raise typer.Exit(1)
 
 
 def _parse_sweeps(words: list[str]) -> "dict[str, list[Scalar]]":
-    """Return the settings to sweep, each with the values that were named."""
+    """Return the settings to sweep, each with the given values. An empty list means the default values."""
     from whet.autotune.sweeps import SWEEPS
     from whet.config.options import ALIASES
     from whet.config.sources import parse_value
@@ -145,7 +145,7 @@ def _measure(
 
 
 def _write(result: "BenchResult", folder: Path, *, is_page: bool) -> list[Path]:
-    """Write the result and its chart, and a page if requested, into a folder. Return their paths."""
+    """Write the result and its chart into a folder, and a Markdown page if `is_page`. Return the paths of the files."""
     from whet.report.bench_report import bench_chart, bench_file_stem, render_bench
     from whet.report.table import markdown_page
     from whet.run import durable
@@ -165,6 +165,6 @@ def _write(result: "BenchResult", folder: Path, *, is_page: bool) -> list[Path]:
 
 
 def _unused(folder: Path, stem: str) -> str:
-    """Return the name, with a number if it exists: measurements are never overwritten."""
+    """Return the file stem, with a number appended if it exists, because measurements are never overwritten."""
     names = chain([stem], (f"{stem}-{number}" for number in count(2)))
     return next(name for name in names if not (folder / f"{name}.json").exists())

@@ -55,8 +55,8 @@ def chat(
     whet chat runs/chat-001
     whet chat runs/chat-001 --temperature 0 --system "You are brief."
 
-    The model sees the whole conversation. If that exceeds its context length, the oldest turns are left out, with a
-    note; the system prompt stays.
+    The model gets the whole conversation. If that exceeds its context length, the oldest turns are dropped, except for
+    the system prompt, and a note is printed.
     """
     from whet.run.folder import locate_checkpoint
 
@@ -159,15 +159,16 @@ def serve(
     whet serve runs/chat-001
     whet serve runs/chat-001 --checkpoint best --port 9000
 
-    Implements /v1/models, /v1/chat/completions and /v1/completions, with streaming. Listens on this machine only and
-    requires the API key that it prints, which is new each time. Requests are answered one at a time. Ctrl-C stops it.
+    Implements /v1/models, /v1/chat/completions and /v1/completions, with streaming. The server listens only on this
+    machine, and requires the API key that it prints, which is different each time. Requests are answered one at a time.
+    Ctrl-C stops the server.
     """
     from whet.run.folder import locate_checkpoint
     from whet.web.access import ClientLimits
     from whet.web.server import require_libraries
     from whet.web.server import serve as serve_routes
 
-    # Fails before the model is loaded if the web extra is not installed.
+    # If the web extra is not installed, fail before the model is loaded.
     require_libraries()
     run, checkpoint = locate_checkpoint(run, checkpoint)
     model = load_chat_model(run, checkpoint=checkpoint, device=device)
@@ -205,13 +206,13 @@ def serve(
 
 
 def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
-    """Load the model of a chat run with its weights onto a device."""
+    """Load the model of a chat run onto a device, with the weights of a checkpoint."""
     from whet.device.environment import configure_before_torch
     from whet.recipes.recipe import BUILT_IN, load_recipe
     from whet.run.folder import open_run
 
     opened = open_run(run)
-    # Built-in recipes only: a run folder may come from anywhere and must not decide which code is executed.
+    # Load only built-in recipes, because a run folder may come from anywhere and must not decide which code runs.
     recipe = load_recipe(opened.header.recipe) if opened.header.recipe in BUILT_IN else None
     if recipe is None or not recipe.supports("load_generator"):
         raise UsageError(
@@ -236,7 +237,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
 
 
 class _Conversation:
-    """The turns so far, and the model that answers."""
+    """A conversation in the terminal: its turns, and the model that answers."""
 
     def __init__(self, model: "Responder", system: str | None, sampling: "Sampling", *, max_new_tokens: int) -> None:
         self._model = model
@@ -266,7 +267,7 @@ class _Conversation:
             output.note(_HELP if word == "/help" else f"unknown command {word}:\n{_HELP}")
 
     def answer(self, text: str) -> None:
-        """Stream an answer and add question and answer to the conversation."""
+        """Stream an answer, and add the question and the answer to the conversation."""
         from dataclasses import replace
 
         from whet.recipes.chat.conversation import Turn
@@ -279,8 +280,8 @@ class _Conversation:
             return
         if prompt.num_dropped_turns:
             output.note(f"(the first {prompt.num_dropped_turns} turns no longer fit into the model's context)")
-        # A different seed for each answer, so that a repeated question may get another answer, while repeating the
-        # whole conversation gives the same one.
+        # Use a different seed for each answer, so that a repeated question may get another answer. Repeating the whole
+        # conversation still gives the same answers.
         sampling = replace(self._sampling, seed=self._sampling.seed + self._num_answers)
         self._num_answers += 1
         pieces: list[str] = []
@@ -311,7 +312,7 @@ class _Conversation:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yield non-empty lines from the terminal, with history, or from standard input."""
+    """Yield non-empty lines from the terminal, with line editing and history, or from a redirected standard input."""
     import contextlib
 
     if sys.stdin is None or not sys.stdin.isatty():
@@ -323,7 +324,7 @@ def _typed_lines() -> Iterator[str]:
         try:
             line = input("> ").strip()
         except EOFError:
-            output.stream("\n")  # The shell's prompt starts on a new line.
+            output.stream("\n")  # Let the shell's prompt start on a new line.
             return
         except KeyboardInterrupt:
             output.stream("\n")
@@ -333,7 +334,7 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _input_lines() -> Iterator[str]:
-    """Yield non-empty lines of standard input; none if it is closed (<&-)."""
+    """Yield the non-empty lines of standard input, or nothing if it is closed (<&-)."""
     if sys.stdin is None:
         return
     if isinstance(sys.stdin, io.TextIOWrapper):

@@ -41,13 +41,14 @@ def check(
     whet check package.models:make --for cuda --strict
     whet check my_model.py --torch 2.15
 
-    Works on any computer, without the device. A model is a function that returns (model, inputs) or (model, inputs,
-    loss); loss is called with the model and the inputs. Two optimizer steps are traced with fake tensors, so that even
-    a large model takes seconds and no memory. Reported are missing operators, unsupported dtypes and shapes, calls that
-    make Python wait for the device, code that needs CUDA, weights in a problematic layout, and known faults of the
-    machine that affect the model. Each finding has its line and a fix.
+    The device itself is not needed. MODEL is a function that returns (model, inputs) or (model, inputs, loss), where
+    loss is called with the model and the inputs. Two optimizer steps are traced with fake tensors, so that checking
+    even a large model takes only seconds and almost no memory. The check reports missing operators, unsupported dtypes
+    and shapes, calls that make Python wait for the device, code that requires CUDA, weights in a problematic layout,
+    and known faults of the machine that affect the model. Each finding has a line number and a suggested fix.
 
-    Exit code 1: something would stop the run; with --strict, also something that slows it down or may be wrong.
+    The exit code is 1 if something would stop the run, and with --strict also if something slows it down or may be
+    wrong.
     """
     from whet.api.verify import check as check_model
     from whet.verify.preflight.render import render_sarif, render_text

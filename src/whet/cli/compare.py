@@ -35,17 +35,18 @@ def compare(
     ] = Path("whet_compare_repro.py"),
     json: Json = False,
 ) -> None:
-    """Compare a device with the CPU: same weights, same batch.
+    """Compare a device with the CPU, with the same weights and batch.
 
     \b
     whet compare text
     whet compare my_model.py --devices cpu,mps
     whet compare my_recipe.py lr=1e-2 --steps 50 --precision bf16,fp16
 
-    Compares the loss, every gradient, the update and a number of steps, repeats them, and tries lower precision. If
-    something differs, every operator of a step is replayed on the CPU from its own inputs: the first wrong one is
-    named, and a program that reproduces it with torch alone is written. Random numbers are drawn on the CPU and
-    repeated on the device. Exit code 1: something differs; 3: it cannot be judged.
+    Compares the loss, every gradient, the update and a number of steps, checks that the steps are deterministic, and
+    tries lower precision. If something differs, every operator of a step is replayed on the CPU with the inputs that it
+    had on the device, to find the first wrong operator, and a program that reproduces the error with torch alone is
+    written. Random numbers are drawn on the CPU and reused on the device. The exit code is 1 if something differs, and
+    3 if the devices cannot be compared.
     """
     from whet.api.verify import load_spec
     from whet.verify.parity.compare import compare_devices, validate_compare_options
@@ -53,7 +54,7 @@ def compare(
     names = _split(devices) or []
     precisions = _split(precision)
     validate_compare_options(devices=names, steps=steps, size=size, precisions=precisions, out=out)
-    # The model's own prints must not mix with the result on stdout.
+    # Keep what the model itself prints out of the result on stdout.
     with output.user_output_to_stderr():
         result = compare_devices(
             load_spec(target, settings or (), file=config),
@@ -88,7 +89,7 @@ def _split(names: str | None) -> list[str] | None:
 
 
 def render_comparison(result: "ParityResult") -> list[str]:
-    """Render a comparison as a table and a conclusion."""
+    """Return the lines of a comparison: a table, notes, and a conclusion."""
     reference = result.reference.replace("cpu ", "the CPU in ")
     is_cpu_only = result.device == "cpu"
     name = "float32 on the CPU" if is_cpu_only else result.device + (" (SIMULATED)" if result.is_virtual else "")

@@ -38,9 +38,8 @@ def data(
     whet data text citations/ --json
     whet data text reviews.csv --fix --out clean.csv
 
-    Reports labels, lengths and defects, each with examples and their row numbers: duplicate and contradictory rows,
-    texts in two splits, labels that are probably misspelled, broken rows and encodings, and more. Never changes the
-    original.
+    Reports labels, lengths and defects, with examples and their row numbers: duplicate and contradictory rows, texts in
+    two splits, labels that are probably misspelled, broken rows and encodings, and more. The original is never changed.
     """
     from whet.config.resolve import resolve_config
     from whet.recipes.recipe import BUILT_IN, load_recipe
@@ -102,8 +101,8 @@ def data_chat(
     whet data chat chats.jsonl.gz --out data/chat --max-length 1024 --subsample-size 10000
     whet train chat data_paths=[data/chat]
 
-    Reads ShareGPT, Alpaca, OpenAI and OpenAssistant files of any size, splits by conversation, trains a tokenizer, and
-    writes tokens with a loss mask. The folder appears only when it is complete.
+    Reads ShareGPT, Alpaca, OpenAI and OpenAssistant files of any size, splits them by conversation, trains a tokenizer,
+    and writes tokens with a loss mask. The folder appears only when it is complete.
     """
     from whet.recipes.chat.manifest import summary_lines
     from whet.recipes.chat.prepare import PrepareOptions, prepare_data
@@ -165,8 +164,9 @@ def data_hex(
     whet data hex games.txt --first left-right --out data/hex
     whet train hex data=data/hex
 
-    Infers which edges the first player connects, or asks for --first if the games do not show it; replays every game,
-    and writes the moves and the winner of each, split by game. The folder appears only when it is complete.
+    Infers which edges the first player connects, and requires --first if the games do not show it. Replays every game,
+    and writes its moves and winner. The games are split into train, val and test. The folder appears only when it is
+    complete.
     """
     from whet.recipes.hex.game.record_import import ImportOptions, import_lines, import_records
 
@@ -221,8 +221,8 @@ def data_puzzle(
     whet data puzzle arc-agi/ --out data/arc
     whet train puzzle data=data/sudoku
 
-    Sudokus and mazes are CSV files with the columns question and answer, ARC tasks are JSON files. With the same seed
-    and input, the arrays are those of the official builders. The folder appears only when it is complete.
+    Sudokus and mazes are CSV files with the columns question and answer. ARC tasks are JSON files. With the same seed
+    and input, the arrays equal those of the official builders. The folder appears only when it is complete.
     """
     from whet.recipes.puzzle.builders import BuildOptions, build_folder, summary_lines
 

@@ -21,15 +21,15 @@ def doctor(
         float, typer.Option(metavar="SECONDS", help="Skip tests that do not fit into this time.")
     ] = 120.0,
 ) -> None:
-    """Test this device: operators, parity with the CPU, speed.
+    """Test the operators, CPU parity and speed of this device.
 
     \b
     whet doctor
     whet doctor --json doctor.json
     whet doctor --device cpu --quick
 
-    Also tests known bugs and exact resume. Takes at most two minutes. The file contains neither your name nor your
-    computer's. Exit code 1: there are findings.
+    Also tests known bugs and exact resuming. Takes at most two minutes by default. The JSON file contains neither your
+    name nor that of your computer. The exit code is 1 if there are findings.
     """
     from whet.doctor.render import conclusion, render_group, render_report
     from whet.doctor.report import report_bytes, run_doctor
@@ -42,7 +42,7 @@ def doctor(
     done: list[CheckResult] = []
 
     def show(group: str, check: "CheckResult | None") -> None:
-        """Print a line per group: called with None when a group begins, then with each result."""
+        """Print one line per group. Called with None when a group starts, then with each of its results."""
         if check is not None:
             done.append(check)
             return
@@ -60,7 +60,7 @@ def doctor(
     else:
         target = json.resolve()
         if target.exists() and not target.is_file():
-            # A pipe or /dev/stdout must not be replaced by a file.
+            # Write in place: a pipe or /dev/stdout must not be replaced by a file.
             target.write_bytes(report_bytes(report))
         else:
             write_file(target, data=report_bytes(report))

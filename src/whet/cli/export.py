@@ -41,8 +41,8 @@ def export(
     whet export runs/mine --to safetensors
     whet export runs/mine --to transformers --model train.py:make_model
 
-    Steps that were repeated after a resume appear once. A model is exported with its best weights by default;
-    whet-export.json next to it describes it.
+    Steps that were repeated after resuming appear once. By default, a model is exported with its best weights. The file
+    whet-export.json describes the export.
     """
     from whet.report.export.files import MODEL_FORMATS, export_run
 
@@ -77,19 +77,19 @@ def import_weights(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Convert weights of other tools to safetensors.
+    """Convert weights from other tools to safetensors.
 
     \b
     whet import model.pt --out imported/model
     whet train my_recipe.py init_from=imported/model
     whet import checkpoints/step_65104 --format trm data=data/sudoku --out runs/trm
 
-    With --format trm, the result is a run of the puzzle recipe, evaluated on the data: whet predict answers with it,
-    whet train puzzle init_from=RUN fine-tunes it.
+    With --format trm, the result is a run of the puzzle recipe, evaluated on the data. Use it with whet predict, or
+    fine-tune it with whet train puzzle init_from=RUN.
 
-    A torch file is read by a separate process with resource limits, which accepts tensors only and rejects any file
-    that contains other objects. This limits the risk but does not remove it: import only files that you trust. Nothing
-    else in whet reads such files.
+    A torch file is read by a separate process with resource limits, which rejects files that contain anything but
+    tensors. This limits the risk, but does not eliminate it, so import only files that you trust. No other command of
+    whet reads such files.
     """
     from whet.checkpoint.importer import import_weights as convert
 
@@ -145,8 +145,8 @@ def forward(
     whet forward runs/text-001 --to mlflow
     WANDB_MODE=offline whet forward runs/text-001 --to wandb --project reviews
 
-    Works during and after training. Reads the run folder from a separate process, so that a slow dashboard cannot slow
-    the training run. Ctrl-C stops it; run the same command again to forward what is missing.
+    Works during and after training. This command is a separate process that reads the run folder, so a slow dashboard
+    cannot slow down training. Ctrl-C stops it. Run the same command again to forward what is missing.
     """
     from whet.report.forward.dashboards import UnreachableError, open_dashboard
     from whet.report.forward.forwarder import forward_run

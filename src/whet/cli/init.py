@@ -13,7 +13,7 @@ from whet.cli import output
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The Python file to create.")],
 ) -> None:
-    """Write a commented recipe to start from.
+    """Write a commented recipe as a starting point.
 
     \b
     whet init my_recipe.py

@@ -1,4 +1,4 @@
-"""Entry point: run a command and turn every failure into three lines and an exit code."""
+"""Entry point: run a command, and convert every failure to a three-line message and an exit code."""
 
 import errno
 import os
@@ -36,8 +36,8 @@ from whet.cli import (
     watch,
 )
 
-# Commands as `whet --help` groups them. Modules import torch and other large packages inside their functions, so that
-# --help stays fast.
+# Commands in the groups of `whet --help`. Their modules import torch and other large packages inside functions, so that
+# --help is fast.
 GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Train and use": {
         "train": train.train,
@@ -76,7 +76,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
-# Verbs of other tools, and the command that does it here.
+# Command names of other tools, and the equivalent whet command.
 _OTHER_VERBS = {
     "tune": "whet search RECIPE lr=1e-5..1e-3:log",
     "sweep": "whet bench RECIPE --sweep global_batch_size=16,32,64 for speed; whet search RECIPE for quality",
@@ -92,7 +92,7 @@ _OTHER_VERBS = {
 _EPILOG = "Every command takes --quiet (results and errors only) and --debug (tracebacks of failures)."
 _EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
 _PACKAGE_ROOT = str(Path(__file__).parent.parent)
-# typer does not export its base class of usage errors; the public BadParameter derives from it.
+# typer does not export the base class of its usage errors, but the public BadParameter derives from it.
 _ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _reserve_standard_streams() -> None:
-    """Open /dev/null for closed standard streams: otherwise the next file opened would receive their messages."""
+    """Open /dev/null for closed standard streams. Otherwise, the next opened file would receive their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -144,7 +144,7 @@ def _reserve_standard_streams() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    if sys.stdout is None:  # The caller closed stdout (whet train ... >&-); the run continues without it.
+    if sys.stdout is None:  # The caller closed stdout (whet train ... >&-). Continue without it.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     # --quiet and --debug are accepted anywhere on the command line, so typer never sees them.
     switches = {"--quiet", "--debug"}
@@ -176,9 +176,9 @@ def _run(args: list[str], *, debug: bool) -> int:
     except TerminatedError as error:
         return error.exit_code
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # typer converts it.
+        if isinstance(error.__context__, BrokenPipeError):  # typer converts it to SystemExit.
             return _reader_gone()
-        # User code called sys.exit(): its exit code 0 would claim success.
+        # If user code called sys.exit(), its exit code 0 would wrongly report success.
         if debug or not _user_frames(error):
             raise
         output.error(_as_failure(error))
@@ -193,13 +193,13 @@ def _run(args: list[str], *, debug: bool) -> int:
 
 
 def _reader_gone() -> int:
-    """Discard stdout after its reader has closed it (whet plan | head): the flush at exit would fail again."""
+    """Discard stdout after its reader has closed it (whet plan | head), because the flush at exit would fail again."""
     _discard(sys.stdout)
     return 0
 
 
 def _flush_streams(code: int) -> int:
-    """Flush stdout and stderr and return the exit code; a failure at interpreter exit could not be reported."""
+    """Flush stdout and stderr, and return the exit code. A failure at interpreter exit could not be reported."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -225,7 +225,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def _as_failure(error: BaseException) -> WhetError:
-    """Describe an unexpected exception: in user code if the traceback passes through it, else in a library or whet."""
+    """Describe an unexpected exception. It is attributed to user code if the traceback contains any."""
     from whet.base.origin import failure_frames, frame_name
 
     frames, user_frames = traceback.extract_tb(error.__traceback__), _user_frames(error)
@@ -247,7 +247,7 @@ def _as_failure(error: BaseException) -> WhetError:
 
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of the traceback that belong neither to whet nor to a library."""
+    """Return the frames of the traceback that are neither in whet nor in a library."""
     return [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -260,7 +260,7 @@ def _is_library(filename: str) -> bool:
 
 
 def _as_usage_error(error: Exception, args: Sequence[str]) -> UsageError:
-    """Convert a usage error of typer, naming parameters as the help does."""
+    """Convert a usage error of typer. Use the names of parameters in the help."""
     command = next((arg for arg in args if not arg.startswith("-")), "")
     if command not in COMMANDS:
         close = closest_match(command, COMMANDS)

@@ -1,4 +1,4 @@
-"""Trainings that consist of several runs: `seeds=N` and self-play."""
+"""Training that consists of several runs: `seeds=N` and self-play."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -9,17 +9,17 @@ from whet.base.errors import UsageError
 from whet.cli import output
 
 _SEED_KEYS = ("seeds", "seed")
-# Trains with these settings in this folder; returns an exit code.
+# Trains a run with settings in a folder, and returns an exit code.
 TrainRun = Callable[[list[str], Path], int]
 
 
 def parse_seeds(settings: Sequence[str], file: Path | None) -> range:
-    """Return the seeds that settings and config file ask for; invalid values are reported by the training itself."""
+    """Return the seeds that the settings and the config file request. Training itself reports invalid values."""
     from whet.config.options import MAX_SEEDS
     from whet.config.sources import parse_args, read_config_file
 
     read = parse_args(settings)
-    # A built-in configuration is no file and has no seeds.
+    # A built-in configuration is not a file, and has no seeds.
     values = {**(read_config_file(file) if file and file.is_file() else {}), **read.values}
     number, first = (
         _as_int(values.get(key)) if key in read.values or key not in read.dropped else None for key in _SEED_KEYS
@@ -43,7 +43,10 @@ def train_seeds(
     has_file: bool,
     command: Callable[[Path], list[str]],
 ) -> int:
-    """Train with each seed in one folder, resuming where an earlier call stopped, and print mean and spread."""
+    """Train or resume one run per seed in a folder, and print the mean and spread of the results.
+
+    Return the exit code.
+    """
     from whet.recipes.recipe import BUILT_IN
     from whet.report.seeds import (
         SEEDS_FILE,
@@ -62,7 +65,7 @@ def train_seeds(
         raise UsageError(f"{folder} is a single run", got=f"seeds={len(seeds)}", try_="another --run, or no seeds")
     durable.check_writable(folder.absolute())
     others = [word for word in settings if word.lstrip("+~").partition("=")[0] not in _SEED_KEYS]
-    # Overrides a `seeds` key of the config file.
+    # Override a `seeds` key in the config file.
     others += ["seeds=1"] if has_file else []
     for number, seed in enumerate(seeds, start=1):
         path = seed_folder(folder, seed)
@@ -73,7 +76,7 @@ def train_seeds(
         if folder.exists():
             write_seeds(folder, results)
         if code or seed not in results.done:
-            # After a usage error the same command would only fail again.
+            # After a usage error, the same command would only fail again.
             if path.exists() and code != UsageError.exit_code:
                 done = f"{len(results.done)} of {len(seeds)} seeds are done"
                 output.note(f"{done}; to resume all:\n  {shlex.join(command(folder))}")
@@ -85,7 +88,10 @@ def train_seeds(
 
 
 def _batch_of_first_seed(settings: Sequence[str], folder: Path, seeds: range) -> list[str]:
-    """Return the batch that global_batch_size=auto found for the first seed: it is measured only once."""
+    """Return the batch size and learning rate that global_batch_size=auto found for the first seed, as settings.
+
+    The batch size is measured only once, so that all seeds use the same. Empty if it is fixed or not yet measured.
+    """
     from whet.config.sources import parse_args
     from whet.report.seeds import seed_folder
     from whet.run.folder import RUN_FILE, open_run
@@ -99,7 +105,7 @@ def _batch_of_first_seed(settings: Sequence[str], folder: Path, seeds: range) ->
 
 
 def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, command: Sequence[str]) -> int:
-    """Alternate self-play and training in a folder, or resume it; return the exit code."""
+    """Alternate self-play and training in a folder, or resume. Return the exit code."""
     from whet.base.process import TerminatedError
     from whet.device.environment import configure_before_torch
 
@@ -114,7 +120,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
     from whet.training.callbacks.progress import ProgressLine
     from whet.training.supervisor import report_to_parent
 
-    # From here on the supervisor restarts this process if it is killed.
+    # From here on, the supervisor restarts this process if it is killed.
     report_to_parent(path)
     line = ProgressLine(recipe.name)
     shown_events = {"start", "step", "warning", "oom", "skip", "stopping"}
@@ -122,7 +128,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
     def on_event(kind: str, fields: dict[str, Any]) -> None:
         nonlocal line
         if kind in ("start", "resume"):
-            # Each generation is a training run with its own speed and end.
+            # Each generation is a training run with its own progress.
             line.close()
             line = ProgressLine(recipe.name)
         if not output.quiet and kind in shown_events:
@@ -137,7 +143,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
             resolved, folder=path, device=device, command=command, message=log, on_event=on_event
         )
     except KeyboardInterrupt:
-        # Interrupted during play: unfinished games are played again.
+        # Interrupted during play. Unfinished games will be played again.
         code = 130
     except TerminatedError as error:
         code = error.exit_code

@@ -15,13 +15,13 @@ from whet.report.table import align_columns
 if TYPE_CHECKING:
     from whet.autotune.step_bench import ProgressCallback
 
-# Set by --quiet: no notes.
+# Set by --quiet, which suppresses notes.
 quiet = False
 
-# Set by --debug: failures show their traceback.
+# Set by --debug, which shows the tracebacks of failures.
 debug = False
 
-# Set once by a distributed training: only rank 0 prints.
+# The rank of this process in distributed training. Only rank 0 prints.
 rank = 0
 
 _RANK_ZERO_GRACE_SECONDS = 4.0
@@ -29,7 +29,7 @@ _RANK_ZERO_GRACE_SECONDS = 4.0
 
 @contextmanager
 def configured(*, quiet: bool, debug: bool) -> Iterator[None]:
-    """Set the switches for one command, and restore them on exit: a process may run several commands."""
+    """Set the global flags for one command. Restore them on exit, because a process may run several commands."""
     module = globals()
     before = {name: module[name] for name in ("quiet", "debug", "rank")}
     module.update(quiet=quiet, debug=debug, rank=0)
@@ -50,7 +50,7 @@ def result(text: str) -> None:
 
 
 def stream(text: str) -> None:
-    """Print part of a result without a line break, at once."""
+    """Print part of a result immediately, without a line break."""
     print(printable(text), end="", flush=True)
 
 
@@ -59,12 +59,12 @@ def result_json(value: Any) -> None:
 
 
 def line_json(value: Any) -> None:
-    """Print JSON on one line, at once: the reader need not wait for the command to end."""
+    """Print JSON on one line and flush, so that a reader gets it before the command ends."""
     print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
 
 
 def link(running: Any, *, as_json: bool, note_text: str, **fields: Any) -> None:
-    """Print the link of a running server."""
+    """Print the link of a running server and a note, or JSON."""
     if as_json:
         line_json({"url": running.url, "link": running.link(), "pid": running.pid, **fields})
     else:
@@ -74,7 +74,7 @@ def link(running: Any, *, as_json: bool, note_text: str, **fields: Any) -> None:
 
 
 def user_output_to_stderr() -> AbstractContextManager[object]:
-    """Redirect stdout while user code runs: its prints must not mix with a result that a program reads."""
+    """Redirect stdout to stderr while user code runs, so that a program that reads stdout gets only the result."""
     return redirect_stdout(sys.stderr)
 
 
@@ -89,7 +89,7 @@ def error(problem: WhetError) -> None:
     if not rank:
         _to_stderr(f"error: {problem}")
     elif not isinstance(problem, LostRankError):
-        # If rank 0 failed too, the launcher ends this process during the wait. Otherwise only this rank has the
+        # If rank 0 failed too, the launcher ends this process during the wait. Otherwise, only this rank has the
         # problem, such as a file that is missing on its machine.
         time.sleep(_RANK_ZERO_GRACE_SECONDS)
         _to_stderr(f"error: rank {rank}: {problem}")
@@ -104,12 +104,12 @@ def failed_request(problem: BaseException) -> None:
 
 
 def rank_lost(line: str) -> None:
-    """Print that a rank is lost. Any rank may print this, not only rank 0: the one that noticed it does."""
+    """Print that a rank is lost, on whichever rank notices it."""
     _to_stderr(line)
 
 
 def _to_stderr(text: str) -> None:
-    # A closed stderr, or a full disk behind it, must not end a training run.
+    # A closed stderr, or a full disk that it is redirected to, must not end a training run.
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(printable(text), file=sys.stderr)
@@ -117,7 +117,7 @@ def _to_stderr(text: str) -> None:
 
 @contextmanager
 def measuring_progress(name: str) -> "Iterator[ProgressCallback | None]":
-    """Yield a function that shows the progress of a measurement; None if --quiet."""
+    """Yield a function that shows the progress of a measurement, or None with --quiet."""
     if quiet:
         yield None
         return
@@ -127,7 +127,7 @@ def measuring_progress(name: str) -> "Iterator[ProgressCallback | None]":
 
 @contextmanager
 def progress(name: str) -> "Iterator[Callable[[str, int, int | None], None]]":
-    """Yield a function (what, done, total) that shows progress: in place on a terminal, else as lines."""
+    """Yield a function (what, done, total) that shows progress, in place on a terminal, otherwise as lines."""
     if quiet:
         yield lambda _what, _done, _total: None
         return
@@ -152,7 +152,7 @@ def _progress_line(name: str) -> Iterator[Any]:
 
 
 def width() -> int:
-    """Return the columns of the terminal; 120 if stdout is not a terminal."""
+    """Return the width of the terminal in columns, or 120 if stdout is not a terminal."""
     return shutil.get_terminal_size((120, 40)).columns if sys.stdout.isatty() else 120
 
 
@@ -162,7 +162,7 @@ def supports_unicode() -> bool:
 
 
 def single_line(text: str) -> str:
-    """Replace line breaks and control characters, which a name may contain: each cell stays on its line."""
+    """Replace line breaks and control characters, so that a table cell stays on its line."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 

@@ -12,7 +12,7 @@ from whet.cli.options import ConfigFile, Device, Settings
 if TYPE_CHECKING:
     from whet.plan.plan import Plan
 
-# Share of the budget for finding a global batch size (global_batch_size=auto).
+# Fraction of the budget for finding a global batch size (global_batch_size=auto).
 _BATCH_SHARE = 1 / 3
 
 
@@ -69,7 +69,7 @@ def plan(
         )
     if measure and machine is not None:
         raise UsageError("only this machine can be measured", got=f"--machine {machine}", try_="--measure alone")
-    # The duration of an existing run is in `whet report`, and that of a measured plan was measured.
+    # Do not estimate the duration of an existing run, which `whet report` shows, or of a measured plan.
     is_estimated, note = not made and not measure, ""
     if measure:
         made, note = _measured_plan(target, settings, config, device, budget=budget)
@@ -91,7 +91,7 @@ def plan(
 
 
 def _saved_plan(target: str, settings: list[str] | None, config: Path | None, machine: str | None) -> "Plan | None":
-    """Return the plan of a run folder; None if `target` is not a folder."""
+    """Return the plan of a run folder, or None if `target` is not a folder."""
     from whet.plan.plan import read_plan
     from whet.run.folder import open_run
 
@@ -101,7 +101,7 @@ def _saved_plan(target: str, settings: list[str] | None, config: Path | None, ma
         raise UsageError("a run already has its plan", got=f"{target} and settings", try_=f"whet plan {target}")
     run = open_run(Path(target))
     plan = read_plan(run.plan, where=f"{target}/plan.json")
-    # The plan of a run from Python names no script.
+    # The plan of a run that was trained from Python does not contain the name of its script.
     workload = plan.workload.model_copy(update={"recipe": run.header.title})
     return plan.model_copy(update={"workload": workload})
 
@@ -135,7 +135,7 @@ def _new_plan(
 
 
 def _check_no_settings(target: str, settings: list[str] | None, config: Path | None) -> None:
-    """Raise if settings are given with a script, which sets its own."""
+    """Raise UsageError if settings are given for a script, which has its settings in its code."""
     if settings or config:
         raise UsageError(
             "a script has its settings in its code",
@@ -147,7 +147,7 @@ def _check_no_settings(target: str, settings: list[str] | None, config: Path | N
 def _measured_plan(
     target: str, settings: list[str] | None, config: Path | None, device: str, *, budget: float
 ) -> tuple["Plan", str]:
-    """Return the fastest plan, and a line that estimates the duration of the run."""
+    """Measure real steps. Return the fastest plan, and a line that estimates the duration of the run."""
     from whet.api.autotune import find_batch_size, function_bench, recipe_bench
     from whet.api.target import ScriptTraining, load_training
     from whet.autotune import cache

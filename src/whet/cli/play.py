@@ -38,7 +38,7 @@ def play(
     whet play two-distance --size 7 --color red
     whet play runs/hex-001
 
-    The page shows winning chances and suggested moves, and has undo and the swap rule.
+    The page shows winning chances and suggested moves. It supports undo and the swap rule.
     """
     from whet.recipes.hex.play.server import serve_game
 
@@ -65,7 +65,7 @@ def play(
 
 
 def _load_player(name: str, *, device: str) -> "tuple[Player, tuple[int, ...]]":
-    """Return the player and the board sizes that it plays on."""
+    """Load a player. Return it and the board sizes that it plays on."""
     from whet.recipes.hex.game.players import NETLESS_PLAYERS, PLAYABLE_SIZES
 
     if name in NETLESS_PLAYERS:
@@ -99,15 +99,15 @@ def arena(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Let two players compete, in paired games with swapped colors.
+    """Let two players compete in paired games with swapped colors.
 
     \b
     whet arena hex runs/hex-001 random
     whet arena hex runs/hex-001@64 two-distance --games 400 --openings random
 
-    Every opening is played twice, with colors swapped. Only openings that one player wins with both colors tell them
-    apart, so by default openings are even. All games advance together, so that the net evaluates positions in batches.
-    The confidence interval accounts for the pairing of games.
+    Every opening is played twice, with colors swapped. Only openings that one player wins with both colors show who is
+    stronger, so openings are even by default. All games are played in parallel, so that the net evaluates positions in
+    batches. The confidence interval accounts for the pairing of games.
     """
     from whet.recipes.recipe import load_recipe
 
@@ -135,7 +135,7 @@ def arena(
 
 @contextmanager
 def _game_counter() -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a function that shows how many games are finished."""
+    """Yield a function that shows how many games are finished, or None with --quiet."""
     if output.quiet:
         yield None
         return
@@ -143,7 +143,7 @@ def _game_counter() -> Iterator[Callable[[int, int], None] | None]:
     with output.progress("arena") as show:
 
         def count(finished: int, games: int) -> None:
-            # In a log file, a short contest needs no progress lines.
+            # If stderr is a file, show progress only for long matches.
             if is_terminal or time.monotonic() - begun > _SHORT_SECONDS:
                 show("games finished:", finished, games)
 

@@ -53,11 +53,12 @@ def predict(
     cat reviews.jsonl | whet predict runs/text-001 - --format jsonl
     whet predict runs/mine --model train.py:make_model inputs.npy --out predictions.npy
 
-    A file may be CSV, TSV, JSON lines, Parquet, or plain text with one text per line. Predictions have the same order,
-    with row number and the probability of each class. If rows have labels, the predictions are also scored.
+    A file may be CSV, TSV, JSON lines, Parquet, or plain text with one text per line. Predictions are written in the
+    same order, with row numbers and the probability of each class. If rows have labels, the predictions are also
+    scored.
 
-    A run that was trained from Python needs --model: a function that makes its model. Its inputs are the array of a
-    .npy file, or the tensors of a .safetensors file, passed by name; its outputs are written as .npy.
+    A run that was trained from Python needs --model, a function that creates its model. The inputs of the model are the
+    array in a .npy file, or the tensors in a .safetensors file, passed by name. Its outputs are written as .npy.
     """
     from whet.run.folder import locate_checkpoint, open_run
 
@@ -74,7 +75,7 @@ def predict(
         predictor = _load_predictor(
             opened, recipe=recipe, checkpoint=checkpoint, device="cpu" if device == "auto" else device
         )
-        # Stripped like texts of a file and of the training data.
+        # Strip these texts like those of a file and of the training data.
         _print_predictions([valid_utf8(text).strip() for text in given], predictor, as_json=json)
         return
     format_ = format_ or ("jsonl" if json else None if out is None else _format_of(out))
@@ -84,7 +85,7 @@ def predict(
             _check_output(out, source=source, run=opened.path)
         predictor = _load_predictor(opened, recipe=recipe, checkpoint=checkpoint, device=device)
         if not hasattr(predictor, "predict"):
-            # A recipe that does not read files: each line is a text.
+            # The recipe does not read files, so treat each line as a text.
             if out is not None:
                 raise UsageError("this recipe cannot write prediction files", got=out, try_="no --out")
             _print_predictions(_lines(source), predictor, as_json=json)
@@ -96,7 +97,7 @@ def predict(
 def _predict_arrays(
     run: "Run", files: list[str], out: Path | None, *, model: str, checkpoint: str, batch: int, device: str
 ) -> None:
-    """Write the outputs of a model of the user for the rows of a file."""
+    """Write the outputs of the user's model for the rows of a file."""
     from whet.api.predict import predict_arrays
     from whet.run.folder import shell_path
 
@@ -110,7 +111,7 @@ def _predict_arrays(
 
 
 def _input_file(given: list[str]) -> Path | None:
-    """Return the input file; None if the arguments are texts."""
+    """Return the input file (- for standard input), or None if the arguments are texts."""
     if given == ["-"]:
         return Path("-")
     if not all(text.strip() for text in given):
@@ -129,7 +130,7 @@ def _input_file(given: list[str]) -> Path | None:
 
 
 def _format_of(out: Path) -> str | None:
-    """Return the format of a file name; None if its suffix is unknown."""
+    """Return the output format that a file name indicates, or None if its suffix is unknown."""
     suffix = out.suffix.lower()
     if suffix in (".tsv", ".tab", ".parquet", ".arrow", ".xlsx"):
         raise UsageError("predictions are CSV or JSON lines", got=out, try_="an --out that ends in .csv or .jsonl")
@@ -137,7 +138,7 @@ def _format_of(out: Path) -> str | None:
 
 
 def _check_no_files(given: list[str]) -> None:
-    """Reject file names among several texts: the names themselves would be classified."""
+    """Raise UsageError if one of several texts is a file name, which would otherwise be classified itself."""
     for word in given:
         with contextlib.suppress(OSError, ValueError):
             if word == "-" or Path(word).expanduser().is_file():
@@ -146,7 +147,7 @@ def _check_no_files(given: list[str]) -> None:
 
 @contextlib.contextmanager
 def _standard_input() -> Iterator[Path]:
-    """Copy standard input to a temporary file, so that it may have any format and length."""
+    """Copy standard input to a temporary file, so that it may have any format and length. Yield its path."""
     from whet.run import durable
 
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +161,7 @@ def _standard_input() -> Iterator[Path]:
 
 
 def _load_predictor(opened: "Run", *, recipe: str | None, checkpoint: str, device: str) -> Any:
-    """Return the recipe's predictor with the run's weights."""
+    """Load the recipe's predictor with the weights of the run."""
     from whet.api.load import load_predictor, load_run_recipe
 
     loaded = load_run_recipe(opened, given=recipe)
@@ -173,7 +174,7 @@ def _load_predictor(opened: "Run", *, recipe: str | None, checkpoint: str, devic
 
     _, predictor, _ = load_predictor(loaded, opened, checkpoint=checkpoint)
     if device != "cpu" and hasattr(predictor, "to"):
-        # auto uses only CUDA: whether another device computes correctly is checked by trainings, not here.
+        # auto uses only CUDA, because only training checks whether other devices compute correctly.
         chosen = open_device("cuda", on_failure="cpu") if device == "auto" else open_device(device)
         predictor.to(chosen.device)
     return predictor
@@ -182,7 +183,7 @@ def _load_predictor(opened: "Run", *, recipe: str | None, checkpoint: str, devic
 def _print_predictions(given: list[str], predictor: Any, *, as_json: bool) -> None:
     predictions = predictor(given)
     if len(predictions) != len(given):
-        # A model for pairs: two texts per prediction.
+        # The model classifies pairs, so there are two texts per prediction.
         given = [f"{first} / {second}" for first, second in zip(given[::2], given[1::2], strict=True)]
     if as_json:
         output.result_json([{"text": text, **answer} for text, answer in zip(given, predictions, strict=True)])
@@ -197,7 +198,7 @@ def _print_predictions(given: list[str], predictor: Any, *, as_json: bool) -> No
 def _predict_file(
     path: Path, predictor: Any, *, columns: dict[str, str | None], out: Path | None, format_: str | None, batch: int
 ) -> None:
-    """Write the prediction of each row, then the scores."""
+    """Write the prediction of each row of a file, then notes and scores. Exit with code 1 if a row failed."""
     from whet.recipes.text.prediction_files import FilePredictions
     from whet.run import durable
 
@@ -220,7 +221,7 @@ def _predict_file(
 
 
 def _check_output(out: Path, *, source: Path, run: Path) -> None:
-    """Reject an output file that would replace anything but earlier predictions."""
+    """Raise UsageError if the output file cannot be written or would replace anything but earlier predictions."""
     from whet.recipes.text.prediction_files import is_prediction_file
 
     if out.resolve().is_relative_to(run.resolve()):

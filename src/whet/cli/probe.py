@@ -1,4 +1,4 @@
-"""`whet probe`: show the facts about this machine."""
+"""`whet probe`: show the properties of this machine or a known one."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`whet prove`: prove that an interrupted training ends with the same bits."""
+"""`whet prove`: prove that an interrupted training run ends with the same bits as an uninterrupted one."""
 
 import secrets
 import shlex
@@ -38,7 +38,7 @@ def prove(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Kill a training repeatedly, resume it, and compare every bit.
+    """Kill a run repeatedly, resume it, and compare every bit.
 
     \b
     whet prove text
@@ -46,15 +46,17 @@ def prove(
     whet prove train.py:main
     whet prove runs/text-001
 
-    A function such as main() takes no arguments and calls whet.train or whet.Session; its `run` is redirected.
+    A function such as main() takes no arguments and calls whet.train or whet.Session. Its `run` is redirected.
 
-    A short part of your training first runs twice without interruption: if those two differ, it is not deterministic,
-    and nothing can be proved. Then it is killed with SIGKILL at random times, and before every disk operation while it
-    resumes, saves and cleans up. Each time it resumes, and its last checkpoint (weights, EMA, optimizer, generators),
-    losses and metrics are compared with those of the uninterrupted run, bit for bit.
+    A short part of your training first runs twice without interruption. If the two runs differ, training is not
+    deterministic, and nothing can be proved. Then training is killed with SIGKILL at random times, and before every
+    disk operation while it resumes, saves and cleans up, and is resumed after each kill. At the end, the last
+    checkpoint (weights, EMA, optimizer, random generators), losses and metrics are compared bit for bit with those of
+    the uninterrupted run.
 
-    Takes a minute or two. The result is written to proof.json in RUN, or in a new run folder that contains the
-    uninterrupted part; the checkpoints of RUN are not changed. Exit code 1: broken, or cannot be proved.
+    This takes a minute or two. The result is written to proof.json in RUN, or in a new run folder with the
+    uninterrupted run. The checkpoints of RUN are not changed. The exit code is 1 if a difference was found or nothing
+    can be proved.
     """
     from whet.api.prove import training_from_args, training_from_run
     from whet.prove.proof import ProofRequest, render_proof, scratch_directory
@@ -72,7 +74,7 @@ def prove(
             if run is not None
             else training_from_args(target, settings or (), file=config, device=device)
         )
-    # A random seed is printed with the command that repeats the proof.
+    # A random seed is part of the printed command that repeats the proof.
     seed = secrets.randbelow(10**6) if seed is None else seed
     options = [*(("--recipe", recipe) if recipe else ()), *(("--config", str(config)) if config else ())]
     options += [*(("--device", device) if device != "auto" else ()), *(("--steps", str(steps)) if steps else ())]
@@ -104,7 +106,10 @@ def prove(
 
 
 def _write(proof: "Proof", uninterrupted: Path, folder: Path, *, config: dict[str, Any], is_run: bool) -> "Proof":
-    """Write the proof into the given run, or into the uninterrupted part, which gets its own run folder."""
+    """Write the proof into `folder` if it is a run, else into the uninterrupted run, which is moved to `folder`.
+
+    Return the completed proof.
+    """
     from whet.api.prove import describe_changes
     from whet.run.folder import open_run
     from whet.run.proof import write_proof

@@ -1,4 +1,4 @@
-"""`whet train --nproc N` and whet under torchrun: validation, launch, restart."""
+"""Distributed training with `whet train --nproc N` or under torchrun: validation, launch and restart."""
 
 import contextlib
 import os
@@ -16,12 +16,12 @@ from whet.base.units import format_bytes
 from whet.cli import output
 
 _POLL_SECONDS = 1.0
-# Memory of a process that has imported torch and nothing else.
+# Approximate memory of a process that has imported torch and nothing else.
 _TORCH_BYTES = 200_000_000
 
 
 def validate(target: str, settings: Sequence[str], nproc: int, *, config: Path | None, device: str) -> None:
-    """Reject what several processes cannot do, before any is started and before torch is imported."""
+    """Raise UsageError for options that several processes do not support. Do not start any or import torch before."""
     from whet.cli.multi_run import parse_seeds
     from whet.config.resolve import resolve_config
     from whet.distributed.ranks import check_not_mps, read_rank_info
@@ -30,8 +30,8 @@ def validate(target: str, settings: Sequence[str], nproc: int, *, config: Path |
     ranks = read_rank_info()
     output.rank = ranks.rank
     if ranks.size > 1:
-        # Set before torch is imported, which a user's recipe may do: torch's C++ code warns about DDP options that are
-        # intended, and Python's warning filters do not apply to it.
+        # Set this before a user's recipe may import torch. torch's C++ code warns about DDP options that are intended,
+        # and Python's warning filters do not apply to it.
         env.set_defaults({"TORCH_CPP_LOG_LEVEL": "ERROR"})
     if ranks.size > 1 and nproc > 1:
         raise UsageError(
@@ -65,7 +65,7 @@ def validate(target: str, settings: Sequence[str], nproc: int, *, config: Path |
 
 
 def _check_process_count(number: int, nproc: int, *, global_batch_size: int) -> None:
-    """Reject more processes than samples, and more than fit into memory even without a model."""
+    """Raise UsageError for more processes than samples, or than fit into memory even without a model."""
     import psutil
 
     if number > global_batch_size:
@@ -84,14 +84,14 @@ def _check_process_count(number: int, nproc: int, *, global_batch_size: int) -> 
 
 
 def is_distributed() -> bool:
-    """Return whether torchrun or --nproc started this process as one of several."""
+    """Return whether this process is one of several that torchrun or --nproc started."""
     from whet.distributed.ranks import read_rank_info
 
     return not read_rank_info().is_single_process
 
 
 def nproc_options() -> list[str]:
-    """Return --nproc N for the command that resumes; nothing on several machines, where torchrun has the options."""
+    """Return --nproc N for the command that resumes. Empty on several machines, where torchrun has this option."""
     from whet.distributed.ranks import read_rank_info
 
     ranks = read_rank_info()
@@ -106,7 +106,7 @@ def launch(
     max_restarts: int,
     notify: Callable[[str], None],
 ) -> int:
-    """Start the processes and wait for them; restart all when one is killed. Return the exit code."""
+    """Start the processes and wait for them. Restart all of them if one is killed. Return the exit code."""
     from whet.base.worker import signal_name
     from whet.distributed import launcher
     from whet.run.folder import RUN_FILE
@@ -139,7 +139,7 @@ def launch(
 
 
 def check_run_named(run: Path | None) -> None:
-    """Require a run folder under torchrun --max-restarts: restarted processes must find the run."""
+    """Raise UsageError for torchrun --max-restarts without a run folder: restarted processes must find the run."""
     if run is None and is_distributed() and (env.read("TORCHELASTIC_MAX_RESTARTS") or "0") != "0":
         raise UsageError(
             "torchrun --max-restarts needs a run folder",
@@ -149,14 +149,14 @@ def check_run_named(run: Path | None) -> None:
 
 
 def report_lost_ranks() -> None:
-    """Print a line when another rank is lost."""
+    """Register a callback that prints a line when another rank is lost."""
     from whet.distributed.group import current_group
 
     current_group().heartbeat.notify = output.rank_lost
 
 
 def broadcast_path(path: Path) -> Path:
-    """Return the path of rank 0."""
+    """Broadcast the path of rank 0 to all ranks, and return it."""
     if not is_distributed():
         return path
     from whet.distributed.group import current_group
@@ -165,7 +165,7 @@ def broadcast_path(path: Path) -> Path:
 
 
 def broadcast_flag(flag: bool) -> bool:
-    """Return the flag of rank 0."""
+    """Broadcast the flag of rank 0 to all ranks, and return it."""
     if not is_distributed():
         return flag
     from whet.distributed.group import current_group
@@ -175,7 +175,7 @@ def broadcast_flag(flag: bool) -> bool:
 
 @contextlib.contextmanager
 def on_rank_zero(context: contextlib.AbstractContextManager[object]) -> Iterator[None]:
-    """Enter a context on rank 0 only; the other ranks wait until it is entered."""
+    """Enter a context on rank 0 only. The other ranks wait until it is entered."""
     if not is_distributed():
         with context:
             yield
@@ -188,7 +188,7 @@ def on_rank_zero(context: contextlib.AbstractContextManager[object]) -> Iterator
 
 
 def stop_with_launcher() -> None:
-    """Save and stop when the process that started this one is gone."""
+    """Start a thread that makes this process save and stop when its parent process is gone."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -198,16 +198,16 @@ def stop_with_launcher() -> None:
 
     threading.Thread(target=watch, daemon=True, name="launcher").start()
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        # The terminal was closed: the launcher forwards the signal, and no steps may be lost.
+        # The launcher forwards SIGHUP when the terminal is closed. Treat it like SIGTERM, so that no steps are lost.
         signal.signal(signal.SIGHUP, lambda _number, _frame: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def has_virtual_mac() -> bool:
-    """Return whether a simulated Mac is installed, which exists in this process only."""
+    """Return whether a simulated Mac is installed. It exists only in this process."""
     installing = sys.modules.get("whet.device.virtual_mac.installation")
     return installing is not None and installing.installed() is not None
 
 
 def _is_mac() -> bool:
-    """Return whether a training without --device would use MPS."""
+    """Return whether training without --device would use MPS."""
     return has_virtual_mac() or (sys.platform == "darwin" and platform.machine() == "arm64")

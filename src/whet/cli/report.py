@@ -1,4 +1,4 @@
-"""`whet report`: report on a run, a comparison of runs, or a search."""
+"""`whet report`: report on a run or a search, or compare runs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -50,7 +50,7 @@ def report(
     for run in runs if not is_one_search else ():
         _check_no_search(run.expanduser())
         read_header(run.expanduser().absolute())
-    # Validate the output path before runs are read, which may take long.
+    # Validate the output path before reading the runs, which may take long.
     if html and out is None:
         out = _default_file(Path(f"{runs[0].absolute().name}.html" if len(runs) == 1 else "comparison.html"))
     if out == Path("-"):
@@ -67,7 +67,7 @@ def report(
 
 
 def _check_no_search(folder: Path) -> None:
-    """Reject a search among several runs, and a search without a result."""
+    """Raise UsageError for a search among several runs, or a search without a result."""
     from whet.hpo.search_config import SEARCH_FILE
     from whet.run.folder import RUN_FILE, shell_path
     from whet.run.search_result import is_search
@@ -84,7 +84,7 @@ def _check_no_search(folder: Path) -> None:
 
 
 def _seeds_text(folder: Path) -> str | None:
-    """Return the summary of a folder with one run per seed; None for other folders."""
+    """Return the summary of a folder with one run per seed, or None for other folders."""
     from whet.report.seeds import SEEDS_FILE, read_seeds, render_seeds
     from whet.run.folder import RUN_FILE
 
@@ -94,14 +94,17 @@ def _seeds_text(folder: Path) -> str | None:
 
 
 def _split_html_file(runs: list[Path], *, out: Path | None) -> tuple[list[Path], Path | None]:
-    """Accept `--html report.html`: runs are folders, so a last argument that ends in .html is the output file."""
+    """Return the runs and the output file of `--html`.
+
+    Runs are folders, so a last argument that ends in .html is the output file, as in `--html report.html`.
+    """
     if out is None and len(runs) > 1 and runs[-1].suffix == ".html" and not runs[-1].is_dir():
         return runs[:-1], runs[-1]
     return runs, out
 
 
 def _default_file(path: Path) -> Path:
-    """Return the default output file; it may replace an earlier report but no other file."""
+    """Return the default output file. Raise UsageError if it would replace anything but an earlier report."""
     from whet.report.page.html import is_report
 
     if path.exists() and not is_report(path):

@@ -1,4 +1,4 @@
-"""`whet search`: hyperparameter search, one run per trial."""
+"""`whet search`: hyperparameter search with one run per trial."""
 
 import contextlib
 import shlex
@@ -64,10 +64,10 @@ def search(
     whet search text lr=1e-5..1e-2:log arch.layers=[1,2] epochs=3 --subset 0.2 --name reviews
     whet train text --from-search reviews
 
-    Optuna proposes settings; every trial is a run folder in runs/NAME, trained in a separate process on the same split.
-    Trials that fall behind are pruned. A trial that runs out of memory is infeasible on this machine, not bad. A trial
-    that is killed resumes from its checkpoint. The best three are retrained with other seeds before a winner is chosen;
-    the test split is used only by the final training.
+    Optuna proposes settings. Every trial is a run folder in runs/NAME, trained in a separate process on the same split.
+    Trials that fall behind are pruned. A trial that runs out of memory counts as infeasible on this machine, not as a
+    bad result. A trial that is killed resumes from its checkpoint. The best three are retrained with other seeds before
+    a winner is chosen. Only the final training run uses the test split.
     """
     from whet.api.search import prepare_search, run_search
     from whet.report.search_report import render_search
@@ -112,7 +112,7 @@ def search(
 
 
 def _print_next(result: "SearchResult", folder: Path, target: str, *, name: str | None, is_incomplete: bool) -> None:
-    """Print the command that resumes the search, or the one that trains with its winner."""
+    """Print the command that resumes the search or trains with its winner, and the one that prints the report."""
     from whet.run.folder import short_path
 
     if is_incomplete:
@@ -139,7 +139,7 @@ def _print_trial(trial: "FinishedTrial") -> None:
 
 @contextlib.contextmanager
 def _stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
-    """Let running trials save and stop on Ctrl-C or SIGTERM; yield the list of signals received."""
+    """Let running trials save and stop on Ctrl-C or SIGTERM. Yield a list to which received signals are appended."""
     received: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -147,7 +147,7 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
             stop_immediately(number)
         received.append(number)
         stop.set()
-        # Python raises RuntimeError for a write that interrupts another write to the same stream.
+        # Python raises RuntimeError if a signal handler writes to a stream during another write to it.
         with contextlib.suppress(RuntimeError):
             output.note(stop_message(number, when="once the running trials are saved"))
 

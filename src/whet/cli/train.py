@@ -1,4 +1,4 @@
-"""`whet train`: train a recipe; the same command resumes it."""
+"""`whet train`: train a recipe, or resume it with the same command."""
 
 import contextlib
 import shlex
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TrainOptions:
-    """Options of `whet train` that hold for every run it makes."""
+    """Options of `whet train` that apply to every run that it creates."""
 
     target: str
     config: Path | None
@@ -42,7 +42,7 @@ class _TrainOptions:
         return ["whet", "train", self.target, *settings, *self._common(), *extra, "--run", str(run)]
 
     def child_command(self, settings: list[str], run: Path | None) -> list[str]:
-        """Return the arguments of a process that trains the run."""
+        """Return the arguments of whet in a child process that trains the run."""
         options = [*self._common(), *(["--allow", self.allow] if self.allow else [])]
         options += [] if self.measure else ["--no-measure"]
         return [
@@ -88,7 +88,7 @@ def train(
         str | None, typer.Option("--from-search", metavar="NAME", help="Use the best settings of a whet search.")
     ] = None,
 ) -> None:
-    """Train a recipe; the same command resumes it.
+    """Train a recipe, or resume it with the same command.
 
     \b
     whet train text
@@ -97,11 +97,12 @@ def train(
     whet train my_recipe.py --device cpu
     whet train text --nproc 2 --device cpu
 
-    A run that is long enough to repay it is measured first, for at most a minute: which precision, micro-batch, number
-    of threads and so on are fastest on this machine. The plan keeps the evidence (whet plan RUN --why precision).
+    Before a run that is long enough, real steps are timed for at most a minute to find the fastest precision,
+    micro-batch, number of threads and other settings on this machine. The plan contains the measurements (whet plan RUN
+    --why precision).
 
-    Ctrl-C finishes the step, saves and stops. Run the same command with the same --run to resume. The training runs in
-    a separate process: if that is killed, usually for lack of memory, it is restarted and resumes by itself.
+    Ctrl-C finishes the step, saves and stops. Run the same command with the same --run to resume. Training runs in a
+    separate process. If that is killed, usually for lack of memory, it is restarted and resumes automatically.
     """
     from whet.cli import ranks
     from whet.cli.multi_run import parse_seeds, train_seeds
@@ -116,7 +117,7 @@ def train(
     if from_search is not None:
         from whet.api.search import winning_args
 
-        # Settings of the command line come later and win.
+        # Settings on the command line come later and take precedence.
         settings = [*winning_args(from_search, recipe=target), *settings]
         output.note(f"search    {from_search}: {' '.join(settings)}")
     if supervisor.is_orphan():
@@ -131,7 +132,7 @@ def train(
         max_restarts=max_restarts,
         nproc=nproc,
     )
-    # Fails fast: no process is started and torch is not imported for a command that cannot work.
+    # Fail fast: if the command cannot work, do not start processes or import torch.
     ranks.validate(target, settings, nproc, config=config, device=device)
     seeds = parse_seeds(settings, config)
     if len(seeds) == 1 or supervisor.is_supervised():
@@ -150,7 +151,7 @@ def train(
 
 
 def _train_run(settings: list[str], run: Path | None, options: _TrainOptions) -> int:
-    """Train one run, in child processes that may be restarted or in this process; return the exit code."""
+    """Train one run, in child processes that may be restarted or in this process. Return the exit code."""
     from whet.cli import ranks
     from whet.recipes.recipe import load_recipe
     from whet.run.folder import next_run_path
@@ -159,13 +160,13 @@ def _train_run(settings: list[str], run: Path | None, options: _TrainOptions) ->
     def child_command(path: Path | None) -> list[str]:
         return options.child_command(settings, path or run)
 
-    # A training process is supervised already; a simulated Mac exists only in this process and cannot be restarted.
+    # A training process is already supervised. A simulated Mac exists only in this process, which cannot be restarted.
     is_parent = not supervisor.is_supervised() and not ranks.has_virtual_mac()
     if options.nproc > 1 or (options.max_restarts and is_parent and not ranks.is_distributed()):
         with _set_aside(run) if options.fresh and run else contextlib.nullcontext():
             if options.nproc == 1:
                 return supervisor.supervise(child_command, max_restarts=options.max_restarts, notify=output.note)
-            # The folder is chosen here, so that restarted processes find it.
+            # Choose the folder here, so that restarted processes find it.
             folder = run or next_run_path(Path("runs"), recipe=load_recipe(options.target).name)
             return ranks.launch(
                 child_command,
@@ -174,7 +175,7 @@ def _train_run(settings: list[str], run: Path | None, options: _TrainOptions) ->
                 max_restarts=options.max_restarts,
                 notify=output.note,
             )
-    # From here on this process trains: as one of several ranks, as the supervised child, or alone.
+    # From here on, this process trains: as one of several ranks, as a supervised child, or alone.
     if ranks.is_distributed():
         ranks.check_run_named(run)
         ranks.stop_with_launcher()
@@ -194,7 +195,7 @@ def _train_in_process(settings: list[str], run: Path | None, options: _TrainOpti
     recipe = load_recipe(options.target)
     resolved = resolve_config(recipe.Config, settings, file=options.config, can_measure=True)
     recipe.describe(resolved.config)
-    # Every rank would find a different next free folder, so rank 0 decides.
+    # Ranks could find different free folders, so rank 0 decides.
     path = ranks.broadcast_path(run or next_run_path(Path("runs"), recipe=recipe.name))
     if not path.exists():
         check_writable(path)
@@ -206,7 +207,7 @@ def _train_in_process(settings: list[str], run: Path | None, options: _TrainOpti
         command = options.command(settings, path)
         return train_selfplay(recipe, resolved, path, device=options.device, command=command)
     if not (path / RUN_FILE).exists():
-        # Checked before a minute is spent on measuring.
+        # Check this before a minute is spent on measuring.
         check_run_path(path)
     if resolved.is_batch_open:
         resolved = _resolve_batch(resolved, path, options)
@@ -233,7 +234,7 @@ def _run_training(
 
     config = resolved.config
     configure_before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
-    # torch is imported from here on, unless a user's recipe has done so.
+    # torch is imported from here on, unless a user's recipe has already imported it.
     from whet.api.autotune import recipe_bench
     from whet.recipes.runner import train_recipe
     from whet.training.callbacks.progress import ProgressLine
@@ -259,7 +260,7 @@ def _run_training(
 
 
 def _resolve_batch(resolved: "ResolvedConfig[Any]", path: Path, options: _TrainOptions) -> "ResolvedConfig[Any]":
-    """Replace global_batch_size=auto by the existing run's batch, or by a measured one."""
+    """Replace global_batch_size=auto with the batch size of the existing run, or with a measured one."""
     from whet.api.autotune import BATCH_SIZE_BUDGET_SECONDS, resolve_auto_batch_size, restore_auto_batch
     from whet.config.resolve import auto_batch_error
     from whet.training.supervisor import report_to_parent
@@ -288,7 +289,7 @@ def _is_done(path: Path, config: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _set_aside(path: Path) -> Iterator[None]:
-    """Move an old run away; delete it on exit if a new one exists in its place, else move it back."""
+    """Move an old run away. On exit, delete it if a new run exists in its place, otherwise move it back."""
     from whet.run import durable, lock
     from whet.run.folder import foreign_files, open_run
 
@@ -317,7 +318,7 @@ def _set_aside(path: Path) -> Iterator[None]:
 
 
 def _event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
-    """Return a function that prints the events of a run, and passes its step on to the supervising process."""
+    """Return a function that prints the events of a run, and reports its step to the supervising process."""
     from whet.training.supervisor import report_to_parent
 
     def show(kind: str, fields: dict[str, Any]) -> None:
@@ -326,7 +327,7 @@ def _event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
         if output.quiet or output.rank:
             return
         if kind == "end":
-            # The command prints its own summary, which says why the run ended.
+            # The command prints its own summary, which contains the reason why the run ended.
             line.close()
         else:
             line(kind, fields)
@@ -373,7 +374,7 @@ def _next_commands(path: Path, recipe: "Recipe") -> list[str]:
 
 
 def _use_commands(path: Path, run: str, recipe: "Recipe") -> Iterator[tuple[str, str]]:
-    """Yield commands that use the model. They accept built-in recipes by name only."""
+    """Yield commands that use the model, with descriptions. Yield none for recipes that are not built in."""
     from whet.recipes.recipe import BUILT_IN
     from whet.run.folder import open_run
 

@@ -41,8 +41,8 @@ def watch(
     whet watch experiments --port 9000 --no-browser
     whet watch runs/text-001 --terminal
 
-    Shows curves, plan, events, memory, temperature and comparisons. Only reads run folders, so it can neither slow down
-    nor stop a training run. Ctrl-C stops it.
+    Shows curves, plan, events, memory, temperature and comparisons. It only reads run folders, so it cannot slow down
+    or stop a training run. Ctrl-C stops it.
     """
     if terminal or once:
         _watch_in_terminal(folder, once=once)
@@ -78,7 +78,7 @@ def watch(
 
 
 def _open(running: "RunningServer") -> None:
-    """Open the page of a running server; keep the redirect file until the browser has probably read it."""
+    """Open the page of a running server. Keep the redirect file until the browser has probably read it."""
     from whet.web.registry import open_in_browser, redirect_page
 
     with redirect_page(running.link()) as page:
@@ -87,7 +87,7 @@ def _open(running: "RunningServer") -> None:
 
 
 def _watch_in_terminal(folder: Path, *, once: bool = False) -> None:
-    """Show the runs of a folder until Ctrl-C; without a terminal, or with `once`, print plain lines once."""
+    """Show the runs of a folder until Ctrl-C. With `once`, or without a terminal, print plain lines once."""
     from rich.console import Console, ConsoleDimensions, Group
     from rich.live import Live
 
@@ -101,20 +101,20 @@ def _watch_in_terminal(folder: Path, *, once: bool = False) -> None:
         board = reader.read(rows=_MAX_PLAIN_ROWS)
         output.result("\n".join(line.plain.rstrip() for line in render_board(board, area)))
         return
-    # Leave the CPU to the training run.
+    # Use a lower priority than the training run.
     with contextlib.suppress(OSError):
         os.nice(10)
     stop = threading.Event()
     live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-    # The handler only sets a flag: an exception raised while entering the alternate screen would leave the terminal in
-    # it. Ctrl-Z is ignored, because the shell would get the alternate screen.
+    # The handler only sets a flag, because an exception raised while entering the alternate screen would leave the
+    # terminal in it. Ctrl-Z is ignored, because it would leave the shell in the alternate screen.
     with (
         handle_signals(lambda *_: stop.set(), signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
         handle_signals(lambda *_: None, signal.SIGTSTP),
         live,
     ):
         while not stop.is_set():
-            # COLUMNS and LINES, which rich prefers, may be outdated.
+            # rich prefers COLUMNS and LINES, which may be outdated.
             width, height = os.get_terminal_size(sys.stdout.fileno())
             console.size = ConsoleDimensions(width, height)
             area = TerminalArea(
