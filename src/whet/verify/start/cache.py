@@ -93,7 +93,7 @@ def _options(module: nn.Module) -> dict[str, Any]:
 
 
 def _serializable(value: Any, depth: int = 0) -> Any:
-    """Convert a value to JSON types. Keep scalars and small containers, and replace other objects by their type names."""
+    """Convert a value to JSON types. Keep scalars and small containers. Replace other objects by their type names."""
     if isinstance(value, _SCALARS):
         return value
     if dataclasses.is_dataclass(value):
