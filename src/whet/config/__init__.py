@@ -1,1 +1,1 @@
-"""Options, declared once, and read from keywords, the command line and files; no torch."""
+"""Options, declared once, and read from keywords, the command line and files. Does not import torch."""

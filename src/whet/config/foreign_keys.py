@@ -1,4 +1,4 @@
-"""Answers to keys of other tools that whet does not have: what decides it here, and what to write instead."""
+"""Errors for keys of other tools that whet does not have, which say what to write instead."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ _PLANNED = {
     "grad_scaler": "loss_scaling",
     "gradscaler": "loss_scaling",
 }
-"""Arguments of a DataLoader or a loop, and the setting of the plan that decides them."""
+"""Names from DataLoaders and training loops, and the plan setting that decides each of them."""
 _INSTEAD = {
     "disable_compile": "compile=off",
     "torch_compile": "compile=on",
@@ -32,15 +32,15 @@ _INSTEAD = {
     "fp16": "precision=fp16",
     "bf16": "precision=bf16",
 }
-"""Other names in lower case, and what to write."""
+"""Other names, in lower case, and what to write instead."""
 
 
 def unknown_key(
     key: str, values: Mapping[str, Any], known: Mapping[str, Any], *, error: str, model: type[Any] | None = None
 ) -> UsageError:
-    """Return the error for a key that does not exist, with what to type instead.
+    """Return the error for a key that does not exist, with a suggestion of what to type instead.
 
-    `values` are all keys of the same source; the answer to a number of accumulation steps depends on the batch size.
+    `values` are all keys from the same source, because the suggestion for accumulation steps depends on the batch size.
     """
     word, value = key.rpartition(".")[2].lower(), values.get(key)
     got = key if value is None else f"{key}={value}"[:200]
@@ -56,9 +56,9 @@ def unknown_key(
         return UsageError(error, got=got, try_=hint)
     # Prefer a key in a group: "layers" most likely means "arch.layers", even if another key is spelled similarly.
     meant = next((name for name in known if name.endswith(f".{key}")), None)
-    # BATCH_SIZE, as a script spells it.
+    # Also match upper case, such as BATCH_SIZE in a script.
     meant = meant or next((name for name in (word, ALIASES.get(word, "")) if name in known), None)
-    # Aliases too: "learningrate" is a misspelling of "learning_rate".
+    # Search aliases too, because "learningrate" is a misspelling of "learning_rate".
     meant = meant or closest_match(key, [*known, *(alias for alias, name in ALIASES.items() if name in known)])
     hint = f"did you mean {meant!r}?" if meant else f"the nearest keys are {', '.join(nearest_names(key, known))}"
     others = [name for name in values if name not in known and name != key]
@@ -67,7 +67,7 @@ def unknown_key(
 
 
 def _accumulation_error(key: str, values: Mapping[str, Any], model: type[Any]) -> UsageError:
-    """Return the error for accumulation steps, with the batch sizes that have the same effect."""
+    """Return the error for accumulation steps. It suggests batch sizes with the same effect."""
     steps = values[key] if key in values and isinstance(values[key], int) else 0
     given = values.get("micro_batch", values.get("global_batch_size"))
     batch = given if isinstance(given, int) else _default_batch(model, values)
@@ -84,7 +84,7 @@ def _accumulation_error(key: str, values: Mapping[str, Any], model: type[Any]) -
 
 
 def _default_batch(model: type[Any], values: Mapping[str, Any]) -> Any:
-    """Return the batch size without the user's choice. In some recipes it depends on data, model or size."""
+    """Return the default batch size, or None for options without one. Some recipes choose it by data, model or size."""
     if not issubclass(model, CommonConfig):
         return None
     plain = {key: value for key, value in values.items() if key in ("data", "data_paths", "model", "size")}

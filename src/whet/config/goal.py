@@ -17,23 +17,23 @@ _MAXIMIZED_WORDS = """
     sensitivity specificity tpr tnr pass pearson spearman correlation similarity
 """
 _MINIMIZED, _MAXIMIZED = frozenset(_MINIMIZED_WORDS.split()), frozenset(_MAXIMIZED_WORDS.split())
-# Words that imply a direction only if no other word does: fid_score is minimized.
+# Words that imply a direction only if no other word does. For example, fid_score is minimized.
 _WEAK_MAXIMIZED = frozenset(("score", "scores"))
 _NEGATIONS = frozenset(("neg", "negative", "minus"))
 
 
 def metric_mode(name: str) -> GoalMode | None:
-    """Return whether a metric is minimized or maximized, from the words of its name, or None if they imply neither.
+    """Return "min" or "max" if the words in the name of a metric imply a direction, else None.
 
     >>> [metric_mode(name) for name in ("val_loss", "test_macro_f1", "bits_per_byte", "neg_mean_squared_error")]
     ['min', 'max', 'min', 'max']
     >>> metric_mode("closeness") is metric_mode("accuracy_loss") is None
     True
     """
-    # "valLoss" is split at the capital only if "valloss" implies nothing: "mIoU" is one word.
+    # "valLoss" is split at the capital only if "valloss" implies nothing, because "mIoU" is one word.
     for text in (name, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)):
         words = re.findall(r"[a-z0-9]+", text.lower().replace("cross_entropy", "crossentropy"))
-        # A number after a word is a variant, as in top5, rouge2 or fid50k; but f1 and r2 are names.
+        # Ignore digits after a word, as in top5, rouge2 or fid50k, except in names such as f1 and r2.
         known = {word if word in _MINIMIZED | _MAXIMIZED else re.split(r"\d", word)[0] for word in words}
         is_min, is_max = bool(known & _MINIMIZED), bool(known & _MAXIMIZED)
         if is_min and is_max:
@@ -47,7 +47,9 @@ def metric_mode(name: str) -> GoalMode | None:
 
 
 def resolve_mode(goal: str | None, mode: str) -> GoalMode:
-    """Return "min" or "max": `mode`, or with "auto" the direction that the name implies. Raise if it implies none.
+    """Return `mode`, or the direction that the name of the goal implies if `mode` is "auto".
+
+    Raise UsageError if the name implies none.
 
     >>> resolve_mode("val_loss", "auto"), resolve_mode("val_loss", "max")
     ('min', 'max')
@@ -57,7 +59,7 @@ def resolve_mode(goal: str | None, mode: str) -> GoalMode:
     if mode != "auto":
         return cast("GoalMode", mode)
     if goal is None:
-        # Nothing is compared without a goal.
+        # Any mode will do, because nothing is compared without a goal.
         return "max"
     known = metric_mode(goal)
     if known is None:

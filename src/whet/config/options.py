@@ -1,12 +1,12 @@
-"""The options of a training run, declared once: type, default and meaning.
+"""The options of a training run, declared once with type, default and description.
 
-Keywords of `whet.Session` and `whet.train` (written into their signatures by `tools/keywords.py`), keys of the command
-line and of config files, and `docs/keys.md` all come from the classes here:
+The keywords of `whet.Session` and `whet.train` (written into their signatures by `tools/keywords.py`), the keys of the
+command line and of config files, and `docs/keys.md` are all derived from these classes:
 
-    TrainingOptions          what the user decides about training
-    +-- SessionOptions       ... in Python, with the defaults of a plain loop
-    +-- CommonConfig         ... in a recipe, with data, optimizer and settings of the plan
-        +-- a recipe's own Config
+    TrainingOptions          options that decide what is trained
+    +-- SessionOptions       options in Python, with the defaults of a plain loop
+    +-- CommonConfig         options of all recipes, with data, optimizer and settings of the plan
+        +-- Config           options of one recipe
 """
 
 import copy
@@ -44,13 +44,13 @@ from whet.plan.values import (
 
 
 def _parse_switch(value: Any) -> Any:
-    """Accept true and false for on and off, because YAML reads a bare `on` as true."""
+    """Convert true and false to "on" and "off", because YAML reads a bare `on` as true."""
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 @runtime_checkable
 class SchedulerObject(Protocol):
-    """A scheduler of `torch.optim.lr_scheduler`. A protocol, because this package must not import torch."""
+    """A scheduler of `torch.optim.lr_scheduler`, as a protocol, because this package must not import torch."""
 
     optimizer: Any
 
@@ -64,8 +64,7 @@ ScheduleName = Literal["constant", "linear", "cosine", "plateau"]
 Switch = Annotated[OnOff, BeforeValidator(_parse_switch)]
 BatchSize = Annotated[int, Field(gt=0, le=10**6)]
 
-# Keys as other tools name them, mapped to the keys of whet. Only names with the same meaning: config/foreign_keys.py
-# answers the others.
+# Names of other tools for keys with the same meaning. Other names raise an error (config/foreign_keys.py).
 ALIASES = {
     "forward_dtype": "precision",
     "arch.forward_dtype": "precision",
@@ -79,7 +78,7 @@ ALIASES = {
 }
 DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
-# Reject a value that is probably a seed and not a number of seeds.
+# A larger value is rejected, because it is probably a seed and not a number of seeds.
 MAX_SEEDS = 10_000
 
 
@@ -87,7 +86,7 @@ _SCHEDULE = "how the learning rate falls after the warm-up"
 
 
 class OptionsModel(BaseModel):
-    """A group of options. A subclass can change defaults and descriptions without declaring the options again:
+    """A group of options. A subclass can change defaults and descriptions without declaring the options again.
 
     >>> class Config(CommonConfig):
     ...     defaults = {"epochs": 5}
@@ -95,7 +94,7 @@ class OptionsModel(BaseModel):
     5
     """
 
-    # coerce_numbers_to_str: the command line parses `name=2024` as a number, but names are text.
+    # Coerce numbers to text, because the command line parses `name=2024` as a number.
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False
     )
@@ -113,7 +112,7 @@ class OptionsModel(BaseModel):
             field.default = own.get(name, field.default)
             field.description = descriptions.get(name, field.description)
             cls.model_fields[name] = field
-        # pydantic compiles one validator per class. Rebuild it; otherwise it would keep the old defaults.
+        # pydantic compiles one validator per class, which must be rebuilt to use the new defaults.
         if own:
             cls.model_rebuild(force=True)
 
@@ -147,7 +146,7 @@ class TrainingOptions(OptionsModel):
 class SessionOptions(TrainingOptions):
     """The training keywords of `whet.Session` and `whet.train`."""
 
-    # Validate strictly: a Python keyword already has a type, so "3" instead of 3 is a mistake.
+    # Validate strictly, because Python values have a type, and "3" instead of 3 is a mistake.
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
     global_batch_size: BatchSize = Field(
@@ -172,9 +171,9 @@ class SessionOptions(TrainingOptions):
     )
 
     def total_steps(self, num_batches: int | None) -> int | None:
-        """Return the optimizer steps of the whole run, or None if the data has no length and no limit is set.
+        """Return the number of optimizer steps of the whole run, or None if it is unknown and no limit is set.
 
-        `num_batches` is the number of global batches of an epoch.
+        `num_batches` is the number of global batches per epoch, or None if the data has no length.
         """
         if num_batches is None:
             return self.max_steps
@@ -191,12 +190,12 @@ class CommonConfig(TrainingOptions):
         "warmup_steps": "auto",
         "clip": 1.0,
     }
-    # A recipe clips by default, so "if unset" would be wrong.
+    # Recipes clip by default, so "if unset" would be wrong.
     descriptions: ClassVar[Mapping[str, str]] = {"clip": "maximum gradient norm; null: not clipped"}
     group_aliases: ClassVar[dict[str, str]] = {}
-    """Short forms of keys in groups: {"arch": "arch.kind"} accepts arch=gpt for arch.kind=gpt."""
+    """Short forms of keys in groups. {"arch": "arch.kind"} accepts arch=gpt for arch.kind=gpt."""
     named_configs: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Built-in config files by name: --config-name NAME reads their keys."""
+    """The keys of built-in configs by name, for --config-name NAME."""
 
     data: str | None = Field(None, description="file or folder with the data; the recipe's embedded data if not given")
     data_paths: tuple[str, ...] = Field((), description="several files or folders, read one after the other")
@@ -216,7 +215,7 @@ class CommonConfig(TrainingOptions):
         1, description="train this many times, with seed, seed + 1, ..., and report mean and spread (whet train)"
     )
 
-    # Settings of the plan. No rule or measurement changes a setting that the user has given.
+    # Settings of the plan. A rule or measurement never changes a setting that the user has given.
     micro_batch: BatchSize | Auto = Field("auto", description="samples that go through the model at once")
     eval_batch: PositiveInt | Auto = Field("auto", description="samples evaluated at once")
     precision: Precision | Auto = Field("auto", description="number format of matrix products")
@@ -247,22 +246,22 @@ class CommonConfig(TrainingOptions):
     workers: NonNegativeInt | Auto = Field("auto", description="processes that load data ahead")
     threads: Annotated[int, Field(gt=0, le=1024)] | Auto = Field("auto", description="CPU threads")
     memory_gb: Annotated[float, Field(gt=0, le=10**6)] | Auto = Field("auto", description="memory the run may plan for")
-    on_device_failure: OnDeviceFailure | Auto = Field("auto", description="when the device cannot be used")
+    on_device_failure: OnDeviceFailure | Auto = Field("auto", description="what to do if the device cannot be used")
     mps_fallback: Switch | Auto = Field("auto", description="run operators that MPS lacks on the CPU")
-    on_heat: OnHeat | Auto = Field("auto", description="when the machine gets hot and slow")
+    on_heat: OnHeat | Auto = Field("auto", description="what to do when the machine gets hot and slow")
     keep_awake: Switch | Auto = Field("auto", description="keep a Mac from falling asleep while it trains")
     verify: Annotated[Verify, BeforeValidator(_parse_switch)] | Auto = Field(
-        "auto", description="compare the device with the CPU before the first step, and check that a causal model is"
+        "auto", description="before the first step, compare the device with the CPU, and check causal models"
     )
     causal_mask: CausalMask | Auto = Field("auto", description="causal attention by the flag is_causal, or by a mask")
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All files and folders of `data` and `data_paths`."""
+        """All files and folders in `data` and `data_paths`."""
         return tuple(Path(path) for path in (self.data, *self.data_paths) if path is not None)
 
     def count_steps(self, num_samples: int | None) -> int | None:
-        """Return the number of steps, or None if the number of samples is unknown."""
+        """Return the number of optimizer steps, or None if the number of samples is unknown and no limit is set."""
         if num_samples is None:
             return self.max_steps
         steps = self.epochs * -(-num_samples // self.global_batch_size)

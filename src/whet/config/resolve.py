@@ -16,7 +16,7 @@ from whet.config.sources import flatten, nest, parse_args, read_config_file
 from whet.plan.setting import Scalar
 from whet.plan.workload import AutoBatch
 
-# pydantic error types, and the expected value in terms that a user knows.
+# The value that a user should give, by the type of pydantic's error.
 _EXPECTED = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
@@ -37,12 +37,12 @@ Options = TypeVar("Options", bound=OptionsModel)
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Generic[C]):
-    """The config of a recipe, and the keys that the user has given. A plan never changes these keys."""
+    """The config of a recipe, and the keys that the user has given, which a plan never changes."""
 
     config: C
     given: tuple[str, ...]
     is_batch_open: bool = False
-    """Whether global_batch_size=auto is still unmeasured. Until then the config has the default size of the recipe."""
+    """Whether global_batch_size=auto is yet to be measured. Until then, the config has the recipe's default size."""
     batch: AutoBatch | None = None
     """The measured global batch size, or None if it was not measured."""
 
@@ -66,9 +66,10 @@ def resolve_config(
     file: Path | None = None,
     can_measure: bool = False,
 ) -> ResolvedConfig[C]:
-    """Return the config of a recipe from a file, key=value arguments and Python values. All keys are checked.
+    """Return the config of a recipe from a file, key=value arguments and Python values.
 
-    `can_measure` allows global_batch_size=auto. The caller must then measure the size.
+    Raise UsageError for an unknown key or an invalid value. `can_measure` allows global_batch_size=auto. The caller
+    must then measure the size.
     """
     parsed = parse_args(args)
     from_file = _apply_aliases(flatten(dict(read_config(model, file))), model.group_aliases) if file else {}
@@ -77,9 +78,9 @@ def resolve_config(
     source = "the command line" if values is None else "the call"
     for keys, where in ((from_file, str(file)), (from_args, source), (dict.fromkeys(parsed.dropped), source)):
         _check_keys(keys, known, f"unknown key in {where}", model=model)
-    # `~key` drops the value in the file, so that the default applies.
+    # `~key` drops the value from the file, so that the default applies.
     flat = {**{key: value for key, value in from_file.items() if key not in parsed.dropped}, **from_args}
-    # `freeze=none` was parsed as null, but here it is the name of a choice.
+    # "none" was parsed as null, but for some keys, as in `freeze=none`, it is the name of a choice.
     flat = {key: "none" if value is None and _has_choice_none(known[key]) else value for key, value in flat.items()}
     is_batch_open = flat.get("global_batch_size") == "auto"
     if is_batch_open:
@@ -91,12 +92,12 @@ def resolve_config(
 
 
 def read_config(model: type[C], file: Path) -> Mapping[str, Any]:
-    """Return the keys of a config file, or of a built-in configuration of that name."""
+    """Return the keys of a config file, or of the built-in config with that name."""
     named = model.named_configs
     if file.name in named and not file.exists():
         return named[file.name]
     if not file.suffix and not file.exists():
-        # Hydra's --config-name has no suffix and is looked up in config/.
+        # Names for Hydra's --config-name have no suffix, and Hydra looks them up in config/.
         folders = (file.parent, Path("config"))
         paths = [
             path for folder in folders for end in (".yaml", ".toml") if (path := folder / f"{file.name}{end}").exists()
@@ -111,7 +112,7 @@ def read_config(model: type[C], file: Path) -> Mapping[str, Any]:
 
 
 def _defaults_list_error(defaults: list[Any], file: Path, named: Mapping[str, Any]) -> UsageError:
-    """Return the error for a list of files that Hydra would merge, with the keys to move."""
+    """Return the error for Hydra's defaults list, which names files to merge. It lists the keys to move."""
     parts = [item for entry in defaults if isinstance(entry, dict) for item in entry.items()]
     moved = [f"the keys of {group}/{name}.yaml under {group}:" for group, name in parts]
     hint = " and ".join(["delete defaults:" + (" and hydra:" if parts else ""), *(f"write {keys}" for keys in moved)])
@@ -126,7 +127,7 @@ def _defaults_list_error(defaults: list[Any], file: Path, named: Mapping[str, An
 
 
 def read_options(model: type[Options], keywords: Mapping[str, object]) -> Options:
-    """Return options from Python keywords. An unknown keyword raises an error with a suggestion."""
+    """Return options from Python keywords. Raise UsageError with a suggestion for an unknown keyword."""
     _check_keys(keywords, known_keys(model), "unknown keyword")
     return _validate(model, dict(keywords))
 
@@ -141,7 +142,7 @@ def auto_batch_error(why: str) -> UsageError:
 
 
 def known_keys(model: type[BaseModel], *, prefix: str = "") -> dict[str, FieldInfo]:
-    """Return every dotted key of a config model with its type, default and description."""
+    """Return every dotted key of a config model, with the field that has its type, default and description."""
     keys: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         group = _group_model(field.annotation)
@@ -161,9 +162,9 @@ def _group_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _apply_aliases(values: Mapping[str, Any], group_aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Replace key names of other tools, and torch dtype names of precisions, with the names of whet."""
+    """Replace names of keys in other tools, and torch's dtype names for precisions, with whet's names."""
     aliases = {**ALIASES, **group_aliases}
-    # An alias and its key at once would be ambiguous.
+    # A key together with its alias is ambiguous.
     for alias, key in aliases.items():
         if alias in values and key in values:
             raise UsageError("a key is given twice", got=f"{alias} and {key}", try_=f"only {key}")
@@ -185,7 +186,7 @@ def _check_keys(
 
 
 def _has_choice_none(field: FieldInfo) -> bool:
-    """Return whether "none" is one of the named values of a key, and null is no value of it."""
+    """Return whether "none" is a valid value of a key, and null is not."""
     members = _union_members(field.annotation)
     choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
     return "none" in choices and type(None) not in members
@@ -206,7 +207,7 @@ def _validate(model: type[Options], values: dict[str, Any]) -> Options:
 
 
 def _explain_validation(error: ValidationError, known: Mapping[str, FieldInfo]) -> UsageError:
-    """Return an error for the first invalid value, with the expected values and an example."""
+    """Return the error for the first invalid value, with the expected values and an example."""
     details = error.errors()
     key = _key_of_error(details[0], known)
     if details[0]["type"] == "missing":
@@ -222,7 +223,7 @@ def _explain_validation(error: ValidationError, known: Mapping[str, FieldInfo]) 
 
 
 def _key_of_error(detail: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
-    """Return the longest known key in the location of an error. The location also contains the branch of a union."""
+    """Return the longest known key in the location of an error, which also contains the branch of a union."""
     parts = [str(part) for part in detail["loc"]]
     keys = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next((key for key in keys if key in known), keys[-1] if keys else "the config")

@@ -1,4 +1,4 @@
-"""Options from key=value arguments and from TOML or YAML files."""
+"""Read options from key=value arguments and from TOML or YAML files."""
 
 import contextlib
 import re
@@ -13,13 +13,13 @@ from whet.base.errors import UsageError
 if TYPE_CHECKING:
     import yaml
 
-# Limits against files that are not configs. A config has a few kilobytes and two or three levels.
+# Limits that reject files that are not configs. A config has a few kilobytes, and two or three levels.
 _MAX_FILE_BYTES = 100_000
 _MAX_FILE_DEPTH = 20
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a config file as nested mappings. Tags that would run code are not supported."""
+    """Read a config file as nested mappings. YAML tags that would run code are rejected."""
     suffix = path.suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
         raise UsageError(
@@ -76,8 +76,8 @@ def _parse_yaml(text: str, path: Path) -> Any:
 
     try:
         depth = 0
-        # Check the event stream before building values: deep nesting takes minutes, and aliases can expand a small file
-        # to gigabytes.
+        # Check the event stream before building values, because deep nesting takes minutes, and aliases can expand a
+        # small file to gigabytes.
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 raise UsageError(f"{path} uses YAML aliases", got=f"*{event.anchor}", try_="write the value out")
@@ -95,13 +95,13 @@ def _parse_yaml(text: str, path: Path) -> Any:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UsageError(f"{path} is not valid YAML", got=f"{place}{problem}", try_="lr: 1e-4") from None
     except ValueError as error:
-        # PyYAML raises ValueError for a value that looks like a date but is invalid, such as 2024-13-01.
+        # PyYAML raises ValueError for an invalid value that looks like a date, such as 2024-13-01.
         raise UsageError(f"{path} is not valid YAML", got=str(error), try_="quote the value") from None
 
 
 @cache
 def _unique_key_loader() -> type["yaml.SafeLoader"]:
-    """Return PyYAML's safe loader, which raises for a repeated key instead of taking the last value."""
+    """Return a subclass of PyYAML's SafeLoader that rejects repeated keys instead of taking the last value."""
     import yaml
 
     class UniqueKeyLoader(yaml.SafeLoader):
@@ -120,10 +120,10 @@ def _unique_key_loader() -> type["yaml.SafeLoader"]:
 
 
 def _nesting_depth(content: Any) -> int:
-    """Return the nesting depth of groups."""
+    """Return how deeply mappings are nested."""
     level, depth = [content], 0
     while level and depth <= _MAX_FILE_DEPTH + 1:
-        # Go breadth first instead of recursing, because a file nested 100,000 levels deep must not overflow the stack.
+        # Do not recurse, because a file that is nested 100,000 levels deep would overflow the stack.
         level, depth = [v for c in level if isinstance(c, dict) for v in c.values()], depth + 1
     return depth - 1
 
@@ -188,7 +188,7 @@ def parse_value(text: str, word: str, *, depth: int = 0) -> Any:
     (0.0001, None, [1, ['a', 'b,c']], 3.0)
     """
     text = text.strip()
-    # A quoted value stays text: name="42".
+    # A quoted value is text, as in name="42".
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     if text.startswith("["):
@@ -253,7 +253,7 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Convert nested mappings to dotted keys: the inverse of `nest`."""
+    """Convert nested mappings to dotted keys. This is the inverse of `nest`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -270,7 +270,7 @@ def _check_key(name: str, word: str) -> str:
 
 
 def _split_items(text: str, word: str) -> list[str]:
-    """Split at commas outside of brackets and quotes."""
+    """Split text at commas that are outside of brackets and quotes."""
     items, item, waiting, quote = [], "", [], ""
     for letter in text:
         if quote:

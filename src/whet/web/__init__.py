@@ -1,8 +1,8 @@
-"""The web server of whet, with access checks in front of every page.
+"""whet's web server, with access checks for every request.
 
-access       checks of a request: host, origin, key, limits
-guard        all checks around an application, in their order
-connection   deadlines of client connections (uvicorn)
-registry     running servers of this user, and opening one in the browser
-server       serve(routes, ...): all of it together
+access       checks of a request: host, origin, key and limits
+guard        ASGI middleware that runs all checks in order
+connection   deadlines for client connections (uvicorn)
+registry     running servers of this user, and opening them in the browser
+server       serve(routes, ...), which combines all of these
 """

@@ -1,9 +1,9 @@
 """Access checks of a request: host, origin, key and limits.
 
-Any page in a browser can send requests to the loopback address. A page whose name resolves to 127.0.0.1 (DNS
-rebinding) can even read the responses. Origin and Sec-Fetch-Site, which pages cannot forge, detect the first attack;
-Host detects the second. Ports do not separate sites: a page of another server on this machine is "same-site", and its
-requests carry our cookie. So only "same-origin" is accepted.
+Any page in a browser can send requests to the loopback address. A page whose host name resolves to 127.0.0.1 (DNS
+rebinding) can even read the responses. The headers Origin and Sec-Fetch-Site, which pages cannot forge, detect the
+first attack. Host detects the second. Sites do not depend on ports: a page of another server on this machine is
+"same-site", and its requests carry our cookie. So only "same-origin" is accepted.
 """
 
 import hmac
@@ -19,7 +19,7 @@ READ_METHODS = frozenset(("GET", "HEAD"))
 
 
 class HttpError(WhetError):
-    """A refused request and its status. Handlers raise it too: `HttpError(404, "no such run", ...)`."""
+    """Raised for a rejected request, with its HTTP status. Handlers raise it too: `HttpError(404, "no such run")`."""
 
     def __init__(self, status: int, what: str, *, got: object = None, try_: str | None = None) -> None:
         super().__init__(what, got=None if got is None else str(got)[:200], try_=try_)
@@ -33,27 +33,27 @@ class HttpError(WhetError):
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """Limits for clients, generous for a browser. A client that exceeds them is disconnected."""
+    """Limits for clients, generous for a browser. A client that exceeds one gets an error or is disconnected."""
 
     header_bytes: int = 16 * 1024
     """Maximum bytes of the request line and all headers."""
     num_headers: int = 64
     body_bytes: int = 64 * 1024
     connections: int = 128
-    """Maximum open connections. One more disconnects the oldest idle client. (macOS allows 256 open files.)"""
+    """Maximum open connections. A further one disconnects the oldest idle client. (macOS allows 256 open files.)"""
     receive_seconds: float = 10.0
-    """Maximum time from the start of a request or connection to the last byte of the request."""
+    """Maximum time from the start of a connection or request to the last byte of the request."""
     idle_seconds: float = 15.0
     """Maximum time between two requests on one connection."""
     stall_seconds: float = 10.0
-    """Maximum time in which a client reads no byte of a waiting response."""
+    """Maximum time for which a client reads nothing of a pending response."""
 
 
 class ServerKey:
-    """The secret of one server: a random token, and the tickets and cookie derived from it.
+    """The secret of one server: a random token, with the tickets and the cookie derived from it.
 
     Programs send the token (`Authorization: Bearer`), which is in a file that only its owner can read. A link contains
-    a ticket that works once, so a link in a browser history or a log is useless. The browser exchanges the ticket for
+    a ticket that works once, so a link from a browser history or a log is useless. The browser exchanges the ticket for
     a cookie. The token cannot be derived from a ticket or a cookie.
     """
 
@@ -63,12 +63,12 @@ class ServerKey:
         self._spent: set[str] = set()
 
     def ticket(self) -> str:
-        """Return a one-time ticket for a link. Any process that has the token can create tickets."""
+        """Return a ticket for a link, valid once. Any process that has the token can create tickets."""
         nonce = secrets.token_urlsafe(12)
         return f"{nonce}.{self._sign('link', nonce)}"
 
     def spend(self, ticket: str) -> bool:
-        """Use up a ticket. Return whether it was valid; a used ticket is invalid."""
+        """Invalidate a ticket. Return whether it was valid and unused."""
         nonce, _, signature = ticket.partition(".")
         is_ours = _constant_time_equal(signature, self._sign("link", nonce))
         if not is_ours or nonce in self._spent:
@@ -117,19 +117,19 @@ class RequestInfo:
 
     @property
     def is_navigation(self) -> bool:
-        """Whether the browser opens this URL as a top-level page, which no other page can read."""
+        """Whether a browser opens this URL as a top-level page, which other pages cannot read."""
         modes, targets = self.all("sec-fetch-mode"), self.all("sec-fetch-dest")
         return self.method in READ_METHODS and modes == ["navigate"] and targets == ["document"]
 
 
 def check_host(request: RequestInfo, hosts: Iterable[str]) -> None:
-    """Raise HttpError if the request names another host."""
+    """Raise HttpError if the request is not addressed to one of these hosts."""
     host = request.one("host")
     if host is None or host.lower() not in hosts:
         got = ", ".join(request.all("host")) or "no Host"
         raise HttpError(421, "wrong host name for this server", got=got, try_="the address that it printed")
     if not request.path.startswith("/"):
-        # An absolute URL in the request line would take precedence over Host. OPTIONS may also send "*".
+        # An absolute URL in the request line would take precedence over Host. OPTIONS may have "*" as its path.
         raise HttpError(400, "a path must begin with /", got=request.path, try_="/")
 
 
@@ -148,7 +148,7 @@ def check_origin(request: RequestInfo, hosts: Iterable[str]) -> None:
 
 
 def is_same_origin(request: RequestInfo) -> bool:
-    """Whether a browser sent the origin. Call it after `check_origin`, which accepts only the server's origin."""
+    """Return whether a browser sent the origin. Call it after `check_origin`, which only accepts the server's own."""
     return bool(request.all("origin") or request.all("sec-fetch-site"))
 
 

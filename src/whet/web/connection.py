@@ -19,7 +19,7 @@ _CHECK_SECONDS = 0.5
 
 
 class ConnectionMonitor:
-    """Monitors the connections of one server."""
+    """Tracks the connections of one server, and disconnects clients that exceed their limits."""
 
     def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
@@ -31,7 +31,7 @@ class ConnectionMonitor:
     def connection(
         self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None
     ) -> Any:
-        """Return the protocol of a new connection. uvicorn calls this."""
+        """Create the protocol of a new connection. Called by uvicorn."""
         return MonitoredConnection(self, config, server_state, app_state, _loop)
 
     def add(self, connection: "MonitoredConnection") -> None:
@@ -39,18 +39,18 @@ class ConnectionMonitor:
         self._open[connection] = None
         if len(self._open) > self.limits.connections:
             waiting = (one for one in self._open if one.is_idle)
-            # If no connection is idle, refuse the new one.
+            # If no connection is idle, disconnect the new one.
             self.disconnect(next(waiting, connection))
         if not self._is_checking:
             self._is_checking = True
             connection.loop.call_later(_CHECK_SECONDS, self._check, connection.loop)
 
     def remove(self, connection: "MonitoredConnection") -> None:
-        """Forget a closed connection."""
+        """Stop tracking a closed connection."""
         self._open.pop(connection, None)
 
     def disconnect(self, connection: "MonitoredConnection") -> None:
-        """Close a connection at once and drop unsent data."""
+        """Close a connection immediately, discarding unsent data."""
         self.num_closed += 1
         self.remove(connection)
         connection.transport.abort()
@@ -67,7 +67,7 @@ class ConnectionMonitor:
 
 
 class MonitoredConnection(H11Protocol):
-    """A connection that records since when it has been waiting for its client."""
+    """A connection that records when it started to wait for its client."""
 
     def __init__(self, monitor: ConnectionMonitor, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -78,11 +78,11 @@ class MonitoredConnection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of the client is in progress."""
+        """Whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def is_overdue(self, now: float, limits: ClientLimits) -> bool:
-        """Whether the client took too long to send a request or to read a response."""
+        """Return whether the client took too long to send a request or to read a response."""
         # A write buffer that does not shrink means that the client does not read.
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or unsent < self._unsent:
@@ -108,7 +108,7 @@ class MonitoredConnection(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Handle received bytes, which may complete a request."""
+        """Handle received bytes, and restart or stop the deadline of the request."""
         super().handle_events()
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             if self._receiving_since is None and (self.conn.trailing_data[0] or self.conn.their_state is h11.SEND_BODY):
@@ -117,13 +117,13 @@ class MonitoredConnection(H11Protocol):
             self._receiving_since = None
 
     def on_response_complete(self) -> None:
-        """Handle a complete response. The next request may begin late, but must then arrive in time."""
+        """Handle a complete response. The deadline of the next request begins with its first byte."""
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
             self._receiving_since = None
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to invalid HTTP with the same format as for other errors."""
+        """Respond to invalid HTTP in the same format as to other errors."""
         if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
             self.transport.close()  # A response is in progress, so another one cannot be sent.
             return

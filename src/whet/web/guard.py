@@ -1,8 +1,8 @@
-"""The ASGI application that checks every request to a page or server of whet.
+"""ASGI middleware that checks every request to whet's web server.
 
-It checks, in this order, host, path, number of headers, method, origin, key, and type and size of the body. Then it
+It checks host, path, number of headers, method, origin, key, and size and type of the body, in this order. It then
 calls the application, and adds the common headers to the response. A client gets an error as three lines of text, or
-as JSON if `error_format` provides it. `on_failure` gets unexpected exceptions.
+as JSON if `error_format` returns it. `on_failure` is called with unexpected exceptions.
 """
 
 import json
@@ -26,7 +26,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-# Returns the JSON of an error at a path, or None for plain text.
+# Converts an error at a path to a JSON value, or returns None to send plain text.
 ErrorFormat = Callable[[str, HttpError], object | None]
 
 CONTENT_SECURITY_POLICY = (
@@ -41,7 +41,7 @@ _HEADERS = {
     b"cross-origin-opener-policy": b"same-origin",
     b"cross-origin-resource-policy": b"same-origin",
 }
-# Redirect by HTML, because the browser would not send a SameSite=Strict cookie after an HTTP redirect.
+# Redirect in HTML, because a browser would not send a SameSite=Strict cookie after an HTTP redirect.
 _ENTRY = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>whet</title>'
     '<meta http-equiv="refresh" content="0;url=/"><p><a href="/">whet</a></html>\n'
@@ -49,7 +49,7 @@ _ENTRY = (
 
 
 class RequestGuard:
-    """An ASGI application that passes permitted requests to another application."""
+    """ASGI middleware that passes permitted requests to an application."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class RequestGuard:
         self._error_format = error_format
         self._on_failure = on_failure
         ports = {host.rpartition(":")[2] for host in self._hosts}
-        # Browsers share cookies between all ports of a host, so the name of the cookie must be unique.
+        # Browsers share cookies between all ports of a host, so the name of the cookie contains the port.
         self._cookie_name = "whet-" + "-".join(sorted(ports))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -81,7 +81,7 @@ class RequestGuard:
         response = _GuardedResponse(send)
         try:
             request = RequestInfo(scope)
-            # Check host and origin before the key, so that a foreign page cannot learn whether a key is valid.
+            # Check host and origin before the key, so that pages of other origins cannot learn whether a key is valid.
             self._check(request)
             if self._is_entry(request):
                 await response.page(_ENTRY, cookie=f"{self._cookie_name}={self._key.cookie}")
@@ -116,13 +116,13 @@ class RequestGuard:
             raise HttpError(400, "websockets are not supported", got="Upgrade: websocket", try_="plain HTTP")
 
     def _is_entry(self, request: RequestInfo) -> bool:
-        """Return whether the request has a valid ticket. Raise if the ticket is invalid and there is no cookie."""
+        """Return whether the request has a valid ticket. Raise HttpError if it is invalid and there is no cookie."""
         if request.is_websocket or request.path != "/" or not request.query.startswith(b"token="):
             return False
         if self._has_cookie(request):
             return False
         if request.method != "GET" or request.all("sec-purpose"):
-            return False  # A preview or prefetch must not use up the ticket.
+            return False  # A preview or prefetch must not invalidate the ticket.
         ticket = parse_qs(request.query.decode("latin-1"), max_num_fields=8).get("token", [""])[0]
         if self._key.spend(ticket):
             return True
@@ -145,7 +145,7 @@ class RequestGuard:
         for header in request.all("cookie"):
             for part in header.split(";"):
                 name, _, value = part.strip().partition("=")
-                # Check all cookies of that name, because another server on this host may have set one.
+                # Check all cookies with this name, because another server on this host may have set one too.
                 if name == self._cookie_name and self._key.is_cookie(value):
                     return True
         return False
@@ -157,7 +157,7 @@ class RequestGuard:
         if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > most:
             raise HttpError(413, "the request is too large", got=f"{length} bytes", try_=f"{most:,} bytes at most")
         if request.method not in READ_METHODS:
-            # Require JSON, because a form on another page can send text but not JSON.
+            # Require JSON, because a form on another page can send text, but not JSON.
             kind = (request.one("content-type") or "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise HttpError(415, "a change must be JSON", got=kind or "no type", try_="application/json")
@@ -174,7 +174,7 @@ class RequestGuard:
 
 
 class _LimitedBody:
-    """Receives a body of limited size."""
+    """An ASGI receive function that limits the size of the body."""
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive = receive
@@ -191,7 +191,7 @@ class _LimitedBody:
 
 
 class _GuardedResponse:
-    """Sends a response with the common headers."""
+    """Sends a response, and adds the common headers."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""Find the running servers of this user, and open them in the browser."""
+"""Register and find the running servers of this user, and open them in the browser."""
 
 import contextlib
 import fcntl
@@ -21,9 +21,9 @@ class RunningServer(FrozenModel):
     """A running server, its address and its key."""
 
     name: str
-    """Kind of server, such as "watch"."""
+    """The kind of server, such as "watch"."""
     about: str
-    """Subject of the server, such as a folder."""
+    """What the server shows, such as a folder."""
     host: str
     """Host name and port."""
     token: str
@@ -31,15 +31,15 @@ class RunningServer(FrozenModel):
 
     @property
     def url(self) -> str:
-        """Address without secrets."""
+        """The address, without secrets."""
         return f"http://{self.host}/"
 
     def link(self) -> str:
-        """Return a link that opens the server once."""
+        """Return a link that opens the server in a browser, and is valid once."""
         return f"{self.url}?token={ServerKey(self.token).ticket()}"
 
     def __repr__(self) -> str:
-        """Omit the token, because the text may be logged."""
+        """Return a text without the token, because it may be logged."""
         return f"Running({self.name} on {self.host})"
 
     __str__ = __repr__
@@ -49,8 +49,9 @@ class RunningServer(FrozenModel):
 def registered(*, name: str, about: str, host: str, key: ServerKey) -> Iterator[RunningServer]:
     """Register a server inside the `with` block, so that other commands of this user can find it.
 
-    Each server has a file that only its owner can read, and holds a lock on it. The system releases the lock when the
-    process dies. Comparing start times of processes would be less reliable: on Linux they change when the clock is set.
+    Each server has a file that only its owner can read, and holds a lock on it, which the system releases when the
+    process ends. Comparing the start times of processes would be less reliable, because on Linux they change when the
+    clock is set.
     """
     running = RunningServer(name=name, about=about, host=host, token=key.token, pid=os.getpid())
     path = private_folder() / f"{name}-{running.pid}-{secrets.token_hex(4)}.json"
@@ -67,7 +68,7 @@ def registered(*, name: str, about: str, host: str, key: ServerKey) -> Iterator[
 
 
 def find_server(*, name: str, about: str) -> RunningServer | None:
-    """Return the running server of that kind and subject, or None. Remove files of killed servers."""
+    """Return the running server with this name and subject, or None. Remove the files of killed servers."""
     for path in sorted(private_folder().glob(f"{name}-*.json")):
         running = _read(path)
         if running is None or not _is_locked(path):
@@ -78,7 +79,7 @@ def find_server(*, name: str, about: str) -> RunningServer | None:
 
 
 def private_folder() -> Path:
-    """Return the folder of these files. Only its owner can read it."""
+    """Create the folder for server files, which only its owner can read, and return its path."""
     folder = env.home() / "servers"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -93,7 +94,7 @@ def private_folder() -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Create a file that only its owner can read at any time."""
+    """Create a file that only its owner can read, from the moment it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
@@ -121,8 +122,8 @@ def _is_locked(path: Path) -> bool:
 def redirect_page(link: str) -> Iterator[Path]:
     """Create a private HTML file that redirects to a link. Remove it at the end of the `with` block.
 
-    All users of a machine can see the arguments of a program, so the browser gets the name of this file instead of the
-    link with its ticket.
+    All users of a machine can see the arguments of a program, so the browser is started with the name of this file
+    instead of the link, which contains a ticket.
     """
     path = private_folder() / f"open-{secrets.token_hex(8)}.html"
     target = html.escape(link, quote=True)
@@ -137,7 +138,7 @@ def redirect_page(link: str) -> Iterator[Path]:
 
 
 def open_in_browser(path: Path) -> bool:
-    """Open a file in the user's browser. Return whether that was possible."""
+    """Open a file in the user's browser. Return whether this succeeded."""
     try:
         return webbrowser.open(path.as_uri())
     except (webbrowser.Error, OSError):

@@ -30,7 +30,7 @@ _PORT_IN_USE = (errno.EADDRINUSE, errno.EACCES)
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """The address a server listens on, and the host names it accepts."""
+    """The address that a server listens on, and the host names that it accepts."""
 
     address: str
     port: int
@@ -59,7 +59,7 @@ class ListenAddress:
         return frozenset(named | names if self.port == 80 else named)
 
     def set_backlog(self) -> None:
-        """Restore the backlog, which asyncio has set to the number of connections it accepts at once."""
+        """Restore the backlog, which asyncio has reduced to the number of connections that it accepts at once."""
         for one in self.sockets:
             one.listen(_BACKLOG)
 
@@ -69,9 +69,10 @@ class ListenAddress:
 
 
 def listen(port: int, *, address: str = LOOPBACK) -> ListenAddress:
-    """Bind the port or the next free one. Port 0 selects any free port.
+    """Listen on the port or the next free one. Port 0 selects any free port.
 
-    On loopback, bind both IPv4 and IPv6, because `localhost` may mean either."""
+    On loopback, listen on both IPv4 and IPv6, because `localhost` may mean either.
+    """
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:
@@ -118,10 +119,10 @@ def _socket(address: str, port: int) -> socket.socket:
         # Allow a restart while old connections are in TIME_WAIT.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Without this, the IPv6 socket could also take the IPv4 port, and the other bind would fail.
+            # Without this option, the IPv6 socket may also take the IPv4 port, and the other bind() would fail.
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind((address, port))
-        # Listen right away, because bind() does not reserve the port: two processes may bind the same one.
+        # Listen right away, because bind() does not reserve the port, so two processes may bind the same one.
         made.listen(_BACKLOG)
         made.setblocking(False)
     except BaseException:
@@ -143,9 +144,9 @@ def _url_host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-# 128 + SIGTERM, the exit code that a shell reports.
+# 128 + SIGTERM, as shells report it.
 SIGTERM_EXIT_CODE = 143
-# asyncio accepts this many connections at once before the monitor counts them. Each uses a file descriptor.
+# asyncio accepts up to this many connections at once before the monitor counts them. Each uses a file descriptor.
 _ACCEPT_BATCH = 8
 
 
@@ -166,9 +167,10 @@ def serve(
 ) -> int:
     """Serve Starlette routes until a signal arrives. Return the exit code: 0 for Ctrl-C, 143 for SIGTERM.
 
-    `name` and `about` let other commands find this server (`registry.find_server`). `port` is the first port to try;
-    0 selects any free port. `on_ready` is called once the server listens. Handlers raise `HttpError`. `on_failure` gets
-    all other exceptions; the client sees no details. `error_format` formats errors for clients that expect JSON.
+    Other commands find this server by `name` and `about` (`registry.find_server`). `port` is the first port to try; 0
+    selects any free port. `on_ready` is called once the server listens. Handlers report errors by raising `HttpError`.
+    `on_failure` is called with unexpected exceptions, whose details the client does not see. `error_format` converts
+    errors to JSON for clients that expect it.
     """
     require_libraries()
     limits = limits or ClientLimits()
@@ -207,7 +209,7 @@ def serve(
 
 
 def require_libraries() -> None:
-    """Raise an error if the packages for servers are not installed."""
+    """Raise WhetError if the packages for servers are not installed."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -253,7 +255,7 @@ def _run(guard: RequestGuard, *, listening: ListenAddress, limits: ClientLimits,
         log_config=None,
         log_level="critical",
         access_log=False,
-        # The server runs without a proxy, so forwarded addresses in headers must not be trusted.
+        # There is no proxy in front of the server, so forwarded addresses in headers must not be trusted.
         proxy_headers=False,
         server_header=False,
         date_header=False,
@@ -269,9 +271,10 @@ def _run(guard: RequestGuard, *, listening: ListenAddress, limits: ClientLimits,
 
 
 def _until_signalled(server: Any, *, listening: ListenAddress, on_ready: Callable[[], None]) -> int:
-    """Run the server until a signal arrives, then clean up and return the exit code.
+    """Run the server until a signal arrives, then shut it down and return the exit code.
 
-    `uvicorn.Server.run` is not used: it polls for signals, and raises them again after the shutdown."""
+    `uvicorn.Server.run` is not used, because it polls for signals, and raises them again after the shutdown.
+    """
     received: list[int] = []
 
     async def wait() -> None:
