@@ -1,6 +1,7 @@
-"""Suggestions for the next run, each backed by a measurement of this run or of its plan.
+"""Suggestions for the next run, each based on a measurement of this run or of its plan.
 
-A suggestion about speed must save at least 5 % of the run. A failed run, and a run of less than a minute, gets none.
+A suggestion about speed must save at least 5 % of the run. There are none for a failed run, or for less than a minute
+of training.
 """
 
 import math
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 _MIN_RUN_SECONDS = 60.0
 _MIN_SAVING = 0.05
-# Share of step time spent waiting for data. Workers rarely save all of it.
+# Share of step time spent waiting for data. It is higher than _MIN_SAVING, because workers rarely save all of it.
 _HIGH_DATA_SHARE = 0.15
 _MIN_EVALUATIONS = 3
-# A trained model that is better than a trivial one by less has learned little.
+# A model that beats a trivial model by less than this has learned little.
 _SMALL_GAIN = 0.02
-# Suffixes of metrics that follow the training loss. Others, such as a calibration error, may rise in a good training.
+# Suffixes of metrics that follow the training loss. Others, such as a calibration error, may rise in a good run.
 _LOSSES = ("loss", "cross_entropy", "perplexity")
 
 
@@ -56,7 +57,7 @@ def suggest(report: "RunReport", plan: Mapping[str, Any], trials: Sequence[TuneT
 
 
 def _unused_gains(plan: Mapping[str, Any], trials: Sequence[TuneTrial], step_share: float) -> Iterator[Advice]:
-    """Yield values that measured faster than the user's override."""
+    """Yield suggestions of values that were measured to be faster than the user's override."""
     for trial in trials:
         setting, faster = plan_setting(plan, trial.setting), trial.settings.get(trial.setting)
         is_override = setting.get("source") == "you" and setting.get("value") != faster

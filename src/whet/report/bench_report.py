@@ -58,7 +58,7 @@ def bench_file_stem(result: BenchResult) -> str:
 
 
 def _short_name(machine: Machine) -> str:
-    """Return a name for a machine: its accelerator, its chip or its cores, if it was probed and has no name."""
+    """Return a short name for a probed machine, derived from its accelerator, chip or cores."""
     memory_gb = f"-{machine.memory_bytes / 1024**3:.0f}gb" if machine.memory_bytes else ""
     for accelerator in machine.accelerators:
         if accelerator.kind == "cuda" and accelerator.name:
@@ -76,19 +76,19 @@ def no_result_reason(row: BenchRow) -> str:
 
 
 def sweep_table(sweep: BenchSweep, global_batch_size: int) -> TableCells:
-    """Return a table with one line per value, or one column per loop if the plan is compared with a plain loop."""
+    """Return a table with one row per value, or one column per loop if the plan is compared with a plain loop."""
     if sweep.setting == "against":
         return _plan_vs_plain_table(sweep, global_batch_size)
     if sweep.setting != "global_batch_size":
         return [(sweep.setting, *_SWEEP_HEADER), *(_sweep_line(row, global_batch_size) for row in sweep.rows)]
-    # Sizes are not timed in pairs, so nothing is known about ratios and slow steps.
+    # Batch sizes are not timed in pairs, so ratios and slow steps are unknown.
     lines = [(sweep.setting, *_SWEEP_HEADER), *(_sweep_line(row, int(row.value or 1)) for row in sweep.rows)]
     shown = [index for index, name in enumerate(lines[0]) if name not in ("vs. plan", "slow steps")]
     return [tuple(line[index] for index in shown) for line in lines]
 
 
 def format_rate(rate: BenchInterval | None) -> str:
-    """Return samples per second with their interval, as text."""
+    """Format samples per second with their interval, or return an empty text for None."""
     if rate is None:
         return ""
     return f"{_format_number(rate.median)} ({_format_number(rate.low)} to {_format_number(rate.high)})"
@@ -177,7 +177,7 @@ def _method_notes(result: BenchResult) -> Iterator[str]:
 
 
 def format_memory(row: BenchRow) -> str:
-    """Return the peak memory of a step as text, or an empty text if it is unknown."""
+    """Format the peak memory of a step, or return an empty text if it is unknown."""
     return format_bytes(row.peak_bytes) if row.peak_bytes else ""
 
 
@@ -197,9 +197,9 @@ _CHART_ORDER = ("micro_batch", "device", "precision", "threads", "workers", "aga
 
 
 def bench_chart(result: BenchResult) -> str | None:
-    """Return an SVG of the global batch and the micro-batch sweep, or of the first other sweep.
+    """Return an SVG of the sweep of global batch sizes, and of the first other sweep in _CHART_ORDER.
 
-    None if no sweep has several rows.
+    Return None if no sweep has several rows.
     """
     drawable = {sweep.setting: sweep for sweep in result.sweeps if len(sweep.rows) > 1}
     first = next((drawable[name] for name in _CHART_ORDER if name in drawable), None)
@@ -219,7 +219,7 @@ def bench_chart(result: BenchResult) -> str | None:
 
 
 def _sweep_panels(result: BenchResult, sweep: BenchSweep) -> list[ChartPanel]:
-    """Return the panels of a sweep: speed, and memory where it is known."""
+    """Return the panels of a sweep: speed, and memory if it is known."""
     x_title = "" if sweep.setting == "against" else _chart_name(sweep)
     is_joined = all(isinstance(row.value, int) for row in sweep.rows)
     speed = ChartPanel(

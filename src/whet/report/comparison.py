@@ -1,4 +1,4 @@
-"""Several runs side by side: key figures and what differs between them."""
+"""Compare several runs: their key figures, and the differences between them."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ _MAX_CELL = 40
 
 
 class ComparisonRow(FrozenModel):
-    """One name and its value in each run. None means that a run does not have it."""
+    """One name, and its value in each run. None means that a run does not have the name."""
 
     name: str
     values: tuple[str | None, ...]
@@ -46,12 +46,12 @@ class RunComparison(StrictModel):
         )
 
     def for_page(self) -> "RunComparison":
-        """Return a copy for a page, limited in size and without the paths of the runs."""
+        """Return a copy for a page, limited in size, and without the paths of the runs."""
         return self.model_copy(update={"runs": tuple(run.for_page() for run in self.runs)})
 
 
 def compare_runs(reports: Sequence[RunReport]) -> RunComparison:
-    """Compare between 2 and 12 runs."""
+    """Compare between 2 and 12 runs. Raise UsageError for any other number."""
     if not 2 <= len(reports) <= MAX_COMPARED_RUNS:
         raise UsageError(
             "this number of runs cannot be compared",
@@ -94,7 +94,7 @@ def key_figures(report: RunReport) -> dict[str, str]:
 
 
 def figure_rows(comparison: RunComparison) -> list[tuple[str, list[str]]]:
-    """Return the key figures as rows: a name, and the value of each run."""
+    """Return the key figures as rows of a name and the value of each run."""
     figures = [key_figures(report) for report in comparison.runs]
     names = dict.fromkeys(name for each in figures for name in each)
     return [(name, [each.get(name, "-") for each in figures]) for name in names]

@@ -9,7 +9,7 @@ from whet.base.model import FrozenModel
 from whet.run.event import Event, as_number
 from whet.run.events import History
 
-# Limits of a report, which must stay readable and small with thousands of classes or samples.
+# Limits that keep a report readable and small with thousands of classes or samples.
 MAX_CLASSES = 60
 MAX_SAMPLES = 50
 MAX_COLUMNS = 8
@@ -60,7 +60,7 @@ class SampleTable(FrozenModel):
 
 
 class EvaluationDetails(FrozenModel):
-    """The newest details of each split."""
+    """The newest class scores, confusion matrices and samples of each split."""
 
     classes: tuple[ClassTable, ...] = ()
     confusions: tuple[ConfusionMatrix, ...] = ()
@@ -78,14 +78,14 @@ def read_evaluations(history: History) -> tuple[Evaluation, ...]:
 
 
 def tested_step(history: History) -> int | None:
-    """Return the step of the checkpoint that was evaluated on the test split, or None if the run does not name it."""
+    """Return the step of the checkpoint that was evaluated on the test split, or None if it is not recorded."""
     names = (event.get("weights") for event in history.backwards(kinds=("eval",)))
     matches = (re.fullmatch(r"step-(\d{1,18})", name) for name in names if isinstance(name, str))
     return next((int(match[1]) for match in matches if match), None)
 
 
 def evaluation_details(history: History) -> EvaluationDetails:
-    """Class scores, confusion matrices and samples of the newest evaluations that have them."""
+    """Return class scores, confusion matrices and samples of the newest evaluations that have them."""
     events = list(itertools.islice(history.backwards(kinds=("eval",)), _MAX_EVALUATIONS))
     return EvaluationDetails(
         classes=_newest(events, _classes),

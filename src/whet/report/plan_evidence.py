@@ -1,4 +1,4 @@
-"""The plan of a run: its settings, their measurements, and planned versus actual figures."""
+"""The plan of a run in a report: settings, their measurements, and planned versus actual figures."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,32 +32,32 @@ class TrialEvidence(TuneTrial):
     """A candidate of a measurement, and whether the run used it."""
 
     label: str
-    """Settings of the candidate as text."""
+    """Settings of the candidate, as text."""
     baseline: str
-    """Settings that it was timed against as text."""
+    """Settings that the candidate was timed against, as text."""
     chosen: bool
 
 
 class SettingEvidence(FrozenModel):
-    """All trials of one setting."""
+    """All trials of one setting, or of whole plans."""
 
     setting: str
     value: str
-    """Value that the run used."""
+    """Value that the run used, or empty for whole plans."""
     trials: tuple[TrialEvidence, ...]
 
 
 class PlannedVsActual(FrozenModel):
-    """A planned figure and its actual value. None means not planned, or not known yet."""
+    """A planned figure and its actual value. None means that it was not planned, or is not known yet."""
 
     name: str
     unit: Literal["seconds", "bytes", "samples/s", "steps"]
     planned: float | None
     actual: float | None
     is_comparable: bool = True
-    """Whether both figures count the same things, so that their ratio is meaningful."""
+    """Whether both values measure the same, so that their ratio is meaningful."""
     note: str
-    """How both figures were obtained."""
+    """How both values were obtained."""
 
 
 def plan_settings(plan: Mapping[str, Any]) -> tuple[ReportSetting, ...]:
@@ -96,7 +96,7 @@ def plan_trials(plan: Mapping[str, Any]) -> tuple[TuneTrial, ...]:
 
 
 def setting_evidence(plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> tuple[SettingEvidence, ...]:
-    """Return the trials by setting in the order of measurement, with comparisons of whole plans last."""
+    """Return the trials grouped by setting, in the order of measurement, with comparisons of whole plans last."""
     names = sorted(dict.fromkeys(trial.setting for trial in trials), key=lambda name: name == "plan")
     return tuple(
         SettingEvidence(
@@ -125,7 +125,7 @@ def _settings_text(settings: Mapping[str, Scalar], *, first: str) -> str:
 def planned_vs_actual(
     report: "RunReport", plan: Mapping[str, Any], trials: Sequence[TuneTrial]
 ) -> tuple[PlannedVsActual, ...]:
-    """Return the figures that were planned before the run or are known after it."""
+    """Return the figures that were planned before the run or that are known by now."""
     workload = plan.get("workload")
     workload = workload if isinstance(workload, Mapping) else {}
     step, batch = measured_step_seconds(trials), as_number(workload.get("global_batch_size"))
@@ -169,7 +169,7 @@ def planned_vs_actual(
 
 
 def peak_memory(report: "RunReport") -> float | None:
-    """Return the peak memory of tensors, or of the process if the device has no such counter."""
+    """Return the peak memory in bytes of tensors, or of the process if the device has no such counter."""
     seen = [float(epoch.memory_bytes) for epoch in report.epochs if epoch.memory_bytes]
     for track in report.tracks:
         for name in ("memory/peak", "memory/allocated"):

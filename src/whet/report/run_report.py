@@ -1,10 +1,10 @@
-"""The report of a run: all data in its folder as one frozen value, which every renderer formats.
+"""The report of a run: the data in its folder as one frozen value, which every renderer uses.
 
     report = summarize("runs/demo")
     report.track("step").line("loss").mean
     report.as_json()                        # what `whet report --json` prints
 
-Lists and live views use its base class `RunStatus`, which is cheap to read.
+Lists use the base class `RunStatus`, which is cheap to read.
 """
 
 import re
@@ -57,7 +57,7 @@ _MAX_END_TEXT = 10_000
 
 
 class EpochSummary(FrozenModel):
-    """One pass over the data."""
+    """The duration and memory of one pass over the data."""
 
     epoch: int
     seconds: float
@@ -76,17 +76,17 @@ class SavedCheckpoint(FrozenModel):
 
 
 class SavingCost(FrozenModel):
-    """Number of checkpoints written, and the training time they cost."""
+    """Number of checkpoints written, and the training time that they cost."""
 
     count: int = 0
     stall_seconds: float = 0.0
-    """Seconds in which training was blocked."""
+    """Seconds for which training was blocked."""
     slowed_seconds: float = 0.0
     """Extra seconds of steps during background writes of checkpoints."""
 
     @property
     def cost_seconds(self) -> float:
-        """Sum of blocked and extra seconds."""
+        """Sum of the blocked and the extra seconds."""
         return self.stall_seconds + self.slowed_seconds
 
 
@@ -100,7 +100,7 @@ class Incident(FrozenModel):
 
 
 class Provenance(FrozenModel):
-    """The data needed to reproduce a run."""
+    """The information needed to reproduce a run."""
 
     command: str | None
     """Command that started the run, or None if it was started from Python."""
@@ -114,7 +114,7 @@ class Provenance(FrozenModel):
 
 
 class RunReport(RunStatus):
-    """All data about a run in its folder."""
+    """All data in the folder of a run."""
 
     format_version: int = FORMAT_VERSION
     reported_by: str = VERSION
@@ -128,7 +128,7 @@ class RunReport(RunStatus):
 
     # Progress and results
     epoch: float | None
-    """Epoch of the newest step, counted from 0."""
+    """Epoch of the newest step, counted from 0, or None before the first step."""
     samples: int | None
     first_loss: float | None
     best_loss: float | None
@@ -141,9 +141,9 @@ class RunReport(RunStatus):
     metrics: dict[str, float] = Field(default_factory=dict)
     """Newest value of every metric."""
     baseline: dict[str, float] = Field(default_factory=dict)
-    """Baselines of the recipe for the goal metric on the test split, by name."""
+    """Goal metric of the recipe's trivial models on the test split, by name."""
     tested_step: int | None = None
-    """Step of the tested weights, or None if the run does not name it."""
+    """Step of the tested weights, or None if it is not recorded."""
     details: EvaluationDetails = EvaluationDetails()
     epochs: tuple[EpochSummary, ...] = ()
     tracks: tuple[Track, ...] = ()
@@ -152,7 +152,7 @@ class RunReport(RunStatus):
     wall_seconds: float
     """Seconds from the first event to the last."""
     training_seconds: float
-    """Seconds in which a process was training."""
+    """Seconds of all sessions, without the time between them."""
     sessions: tuple[SessionSpan, ...] = ()
     phases: tuple[PhaseTime, ...] = ()
     """Time of the steps by phase."""
@@ -179,20 +179,20 @@ class RunReport(RunStatus):
     inexact_since: int | None = None
     """Step since which the run is not bit-exact, or None if no inexact step was recorded."""
     exactness: str | None = None
-    """What the last resume claims about its state; None if the run was never resumed."""
+    """What the last resume recorded about its exactness, or None if the run was never resumed."""
     inexact_reason: str | None = None
     damaged_lines: int = 0
     """Number of lines of events.jsonl that could not be read."""
     reason: str | None = None
-    """Why the last session ended, as one sentence; None while it runs."""
+    """Why the last session ended, or None while it is running."""
     traceback: str | None = None
-    """Traceback of a failed run."""
+    """Traceback of a failed run, or None."""
     resume: str | None = None
     """Command that resumes the run, or None if it is done or running."""
 
     @property
     def uptime(self) -> float | None:
-        """Training seconds divided by wall seconds, or None if no time has passed."""
+        """Fraction of the wall time that was spent in sessions, or None if no time has passed."""
         return self.training_seconds / self.wall_seconds if self.wall_seconds > 0 else None
 
     @property
@@ -205,7 +205,7 @@ class RunReport(RunStatus):
         return next((track for track in self.tracks if track.source == source), None)
 
     def for_page(self) -> Self:
-        """Return a copy for a page, limited in size and without the path of the run."""
+        """Return a copy for a page, limited in size, and without the path of the run."""
         update = {
             "path": Path(self.name),
             "evaluations": self.evaluations[-_MAX_PAGE_EVALUATIONS:],
@@ -248,7 +248,7 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
         **_time_fields(history, speeds=_speeds(drawn)),
         **_exactness_fields(history),
     )
-    # These fields are derived from the rest of the report, so compute them last.
+    # Compute these fields last, because they are derived from the rest of the report.
     figures = planned_vs_actual(report, run.plan, trials)
     report = report.model_copy(update={"planned_vs_actual": figures})
     return report.model_copy(update={"advice": suggest(report, run.plan, trials)})
@@ -294,7 +294,7 @@ def _result_fields(run: Run, history: History, *, goal: str | None) -> dict[str,
 
 
 def _speeds(drawn: tuple[Track, ...]) -> list[tuple[float, float]]:
-    """Return training seconds and samples per second of each point."""
+    """Return (training seconds, samples per second) of each point."""
     steps = next((track for track in drawn if track.source == "step"), None)
     speed = steps.line("samples_per_second") if steps is not None else None
     if steps is None or speed is None:
@@ -400,7 +400,7 @@ def _machine_text(run: Run) -> str:
     try:
         return machine_line(Machine.from_json(dict(run.machine), where="machine.json")) + processes
     except UsageError:
-        # Another version of whet may record more or fewer facts about a machine.
+        # Another version of whet may record other facts about a machine.
         return str(run.machine.get("chip") or run.machine.get("name") or "unknown") + processes
 
 

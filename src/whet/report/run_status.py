@@ -21,7 +21,7 @@ from whet.run.strict_json import StrictModel
 
 RunState = Literal["running", "done", "stopped", "failed", "never started", "unreadable"]
 
-# Speed is measured over the last seconds of a run. Steps are written in batches, up to a second late.
+# Measure speed over the last seconds of a run. Steps are written in batches, up to a second late.
 _SPEED_SECONDS = 15.0
 _MAX_SPEED_STEPS = 2_000
 _MAX_RECENT = 12
@@ -36,21 +36,21 @@ class RunStatus(StrictModel):
     path: Path
     state: RunState
     recipe: str = ""
-    """The recipe, or the file that trained in Python."""
+    """The recipe, or the Python file that trained."""
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None
-    """Newest training loss. With several optimizers it is a sum, which `losses` replaces."""
+    """Newest training loss. With several optimizers it is a sum; use `losses` instead."""
     losses: dict[str, float | None] = Field(default_factory=dict)
-    """Newest loss of each optimizer by its name in the log ("loss_d"); empty for a single optimizer."""
+    """Newest loss of each optimizer, by its name in the log ("loss_d"). Empty for a single optimizer."""
     sparkline: tuple[float | None, ...] = ()
-    """A few values of the training loss from start to end, for lists."""
+    """A few values of the training loss from start to end, for display in lists."""
     goal: str | None = None
     """Name of the metric that selects the best checkpoint."""
     goal_value: float | None = None
     """Newest value of the goal metric."""
     updated: float = 0.0
-    """Time of the newest event, or of the creation of the run, in unix seconds."""
+    """Unix time of the newest event, or of the creation of the run."""
     size_bytes: int | None = None
     """Disk usage of the folder in bytes, or None if it was not measured."""
     problem: str | None = None
@@ -58,7 +58,7 @@ class RunStatus(StrictModel):
 
 
 class MachineLoad(FrozenModel):
-    """Memory, utilization and heat while a run trains. None means unknown."""
+    """Memory, utilization and heat of the machine during a run. None means unknown."""
 
     used_bytes: float | None = None
     """Memory used on the device, or by the process if the device has no such counter."""
@@ -80,20 +80,20 @@ class LiveStatus(RunStatus):
     device: str = ""
     epoch: int | None = None
     curve: Curve | None = None
-    """Curve of the training loss, of the first optimizer if there are several."""
+    """Curve of the training loss. If there are several optimizers, that of the first."""
     samples_per_second: float | None = None
     seconds_left: float | None = None
     load: MachineLoad = MachineLoad()
     recent: tuple[TimelineEntry, ...] = ()
     """Recent events, newest first."""
     resume: str | None = None
-    """Command that resumes the run, or None if it is not needed."""
+    """Command that resumes the run, or None if it was not stopped."""
 
 
 def list_runs(root: Path) -> tuple[RunStatus, ...]:
     """Return the status of the runs in a folder, sorted by name."""
     statuses = (_list_entry(path) for path in run_folders(root))
-    # Skip a run that was removed while it was read, because it is not damaged.
+    # A run that was removed while it was read is not damaged, so skip it.
     return tuple(run for run in statuses if run.state != "unreadable" or run.path.exists())
 
 
@@ -139,7 +139,7 @@ def read_live_status(run: Run, history: History, *, points: int) -> LiveStatus:
 
 
 def loss_text(status: RunStatus) -> str:
-    """Return the newest loss, or that of each optimizer by its name; empty without a step.
+    """Format the newest loss, or that of each optimizer with its name. Return an empty text before the first step.
 
     >>> loss_text(RunStatus(path=Path("run"), state="done", loss=2.0, losses={"loss_d": 0.5, "loss_g": 1.5}))
     'd 0.5, g 1.5'
@@ -156,20 +156,20 @@ def describe_problem(error: WhetError | OSError) -> str:
 
 
 def run_state(run: Run | Path, *, history: History) -> RunState:
-    """Return the state of a run: running, or how it ended."""
+    """Return whether a run is running, or else how it ended."""
     if lock.is_locked(run_folder(run)):
         return "running"
     last = history.last(*SESSION_START_KINDS, "end")
     if last is None:
         return "stopped" if history.last("step") is not None else "never started"
     if last.kind != "end":
-        return "stopped"  # The process died without writing an end.
+        return "stopped"  # The process died without writing an end event.
     state = last.get("state")
     return state if state in ("done", "stopped", "failed") else "done"
 
 
 def total_steps(run: Run, *, history: History) -> int | None:
-    """Return the planned number of steps, from the newest start event or the configuration, or None."""
+    """Return the planned number of steps from the newest start event or the configuration, or None if unknown."""
     for event in history.backwards(kinds=SESSION_START_KINDS):
         total = event.get("total_steps")
         if type(total) is int:
@@ -179,7 +179,7 @@ def total_steps(run: Run, *, history: History) -> int | None:
 
 
 def _losses(history: History) -> dict[str, float | None]:
-    """Return the newest loss of each optimizer. Not every optimizer steps on every batch."""
+    """Return the newest loss of each optimizer, from several steps, because not all optimizers run in each step."""
     begun = history.last(*SESSION_START_KINDS)
     names = begun.get("optimizers") if begun is not None else None
     losses: dict[str, float | None] = {f"loss_{name}": None for name in names or () if isinstance(name, str)}
@@ -192,7 +192,7 @@ def _losses(history: History) -> dict[str, float | None]:
 
 
 def loss_sparkline(history: History, losses: Mapping[str, float | None]) -> tuple[float | None, ...]:
-    """Return a few values of the training loss, of the first optimizer if there are several."""
+    """Return a few values of the training loss. If there are several optimizers, use that of the first."""
     curve = downsample_curve(history, field=next(iter(losses), "loss"), points=_SPARKLINE_POINTS)
     return tuple(None if point.mean is None else float(f"{point.mean:.4g}") for point in curve.points)
 
@@ -238,9 +238,9 @@ def _list_entry(path: Path) -> RunStatus:
 
 
 def _disk_usage(path: Path) -> tuple[int, float]:
-    """Return the disk usage of a run in bytes, and the unix time of its newest change. Links are not followed."""
+    """Return the disk usage of a run in bytes, and the unix time of its newest change. Do not follow links."""
     size, newest = 0, 0.0
-    # Another process may remove files meanwhile.
+    # Another process may remove files in the meantime.
     for place in (path, *path.rglob("*")):
         with contextlib.suppress(OSError):
             stat = place.lstat()
@@ -254,7 +254,7 @@ def _finite_numbers(value: object) -> dict[str, float]:
 
 
 def _heat(history: History, event: Event) -> str | None:
-    """Return the thermal state. Without a sensor, slow steps are reported as slow and not as heat."""
+    """Return the thermal state as text. Without a sensor, it only says how much slower the steps are."""
     thermal = event.get("thermal")
     levels = () if thermal is None else (event.get("heat"), thermal)
     parts = list(dict.fromkeys(str(level) for level in levels if isinstance(level, str | int) and level is not False))

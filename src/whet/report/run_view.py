@@ -1,4 +1,4 @@
-"""A run opened from Python, with its curves as lists, a plot and a summary."""
+"""A run opened from Python, with methods for its curves, plots and summary."""
 
 import math
 from pathlib import Path
@@ -28,8 +28,9 @@ class RunView(folder.Run):
         """Return all curves by name ("train/loss", "eval/accuracy", "seconds/data", "health/memory/process").
 
         A curve is a dictionary of lists of equal length: the x positions `step`, `samples`, `seconds` (of training) and
-        `time` (unix seconds), and `mean`, `low` and `high` of the steps up to the next point, or NaN. It has at most
-        `points` points; `high` keeps every spike. `pandas.DataFrame(run.curves()["train/loss"])` returns a table.
+        `time` (unix seconds), and the `mean`, minimum (`low`) and maximum (`high`) over the steps up to the next point,
+        or NaN. A curve has at most `points` points, and `high` keeps every spike. Use
+        `pandas.DataFrame(run.curves()["train/loss"])` to get a table.
         """
         if points < 1:
             raise UsageError("a curve needs points", got=f"points={points}", try_=f"points={POINTS}")
@@ -37,9 +38,9 @@ class RunView(folder.Run):
         return {export_name(curve.kind, curve.field): _lists(curve.points) for curve in downsampled.values()}
 
     def plot(self, *names: str, by: Axis = "step", points: int = POINTS) -> SvgImage:
-        """Plot curves, by default the loss and the goal metric. A notebook displays the image; `.save(path)` writes it.
+        """Plot curves, by default the loss and the goal metric. Notebooks display the image. `.save(path)` writes it.
 
-        A name is a key of `curves()` or its last part: `run.plot("loss", "accuracy", by="samples")`.
+        A name is a key of `curves()` or its last part, as in `run.plot("loss", "accuracy", by="samples")`.
         """
         if by not in ("step", "samples", "seconds"):
             raise UsageError("no such axis", got=by, try_="by='step', 'samples' or 'seconds'")
@@ -71,7 +72,7 @@ class RunView(folder.Run):
 
 
 def open_run(path: Path | str) -> RunView:
-    """Open the run in a folder: `.curves()`, `.plot()`, `.summary()`, and its files (`.config`, `.plan`, ...)."""
+    """Open the run in a folder. Use its `.curves()`, `.plot()`, `.summary()`, `.config`, `.plan` and other files."""
     run = folder.open_run(path)
     return RunView(**{name: getattr(run, name) for name in type(run).model_fields})
 

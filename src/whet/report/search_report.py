@@ -9,7 +9,7 @@ _MAX_ROWS = 40
 
 
 def render_search(result: SearchResult, *, max_rows: int | None = _MAX_ROWS) -> str:
-    """Return the result as plain text, with at most this many trials."""
+    """Return the result of a search as plain text, with at most `max_rows` trials (None for all)."""
     rows = [_cells(result, trial) for trial in _ranked(result)[:max_rows]]
     lines = [
         f"search    {result.name}: {result.recipe}, {' '.join(result.space)}",
@@ -30,7 +30,7 @@ def render_search(result: SearchResult, *, max_rows: int | None = _MAX_ROWS) -> 
 
 
 def winner_text(result: SearchResult) -> str:
-    """Return a text with the winner, its interval and whether it is clearly ahead."""
+    """Return the winner as text, with its interval and whether it is clearly ahead of the second."""
     winner = result.winner
     if winner is None:
         return "none: no trial was completed"
@@ -64,7 +64,7 @@ def _trial_counts(result: SearchResult) -> str:
 
 
 def _ranked(result: SearchResult) -> list[SearchTrial]:
-    """Return the trials with a value, best first, then the other trials by number."""
+    """Return completed trials, then pruned ones, each best first, then all other trials by number."""
     sign = -1 if result.is_higher_better else 1
     order = ("complete", "pruned")
 

@@ -19,7 +19,7 @@ SEEDS_FILE = "seeds.json"
 FORMAT_VERSION = 1
 
 _FRACTIONS = {"accuracy", "f1", "precision", "recall", "auc", "top1", "top5", "exact"}
-# Words that mark a metric as unbounded, as in "accuracy_loss".
+# Words that mark a metric as not a fraction, as in "accuracy_loss".
 _NOT_FRACTIONS = {"loss", "error"}
 
 
@@ -30,7 +30,7 @@ class MetricSpread(FrozenModel):
     values: tuple[float, ...]
     mean: float
     deviation: float | None = None
-    """Standard deviation over runs. Like the bounds, it is None for a single value."""
+    """Standard deviation over seeds. Like the bounds, it is None for a single value or non-finite values."""
     low: float | None = None
     """Lower bound of the 95 % confidence interval of the mean (Student's t)."""
     high: float | None = None
@@ -44,7 +44,7 @@ class SeedsResult(StrictModel):
     seeds: tuple[int, ...]
     """All requested seeds."""
     done: tuple[int, ...]
-    """Seeds whose runs are done. The metrics include only these."""
+    """Seeds whose runs are done. Only these are included in the metrics."""
     metrics: tuple[MetricSpread, ...] = ()
 
 
@@ -53,7 +53,7 @@ def seed_folder(folder: Path, seed: int) -> Path:
 
 
 def metric_spread(name: str, values: Sequence[float]) -> MetricSpread:
-    """Return mean, standard deviation and confidence interval of the values.
+    """Return the mean, standard deviation and confidence interval of the values.
 
     >>> spread = metric_spread("accuracy", [0.7, 0.8, 0.9])
     >>> round(spread.mean, 3), round(spread.deviation, 3), round(spread.low, 3), round(spread.high, 3)
@@ -84,7 +84,7 @@ def gather_seeds(folder: Path, seeds: Sequence[int], *, recipe: str) -> SeedsRes
 
 
 def check_same_data(folder: Path, done: Sequence[int]) -> None:
-    """Raise an error if seeds were trained on different data. A file may have changed between runs."""
+    """Raise UsageError if seeds were trained on different data, because a file has changed between runs."""
     fingerprints = {seed: open_run(seed_folder(folder, seed)).metadata.get("data") for seed in done}
     other = [seed for seed in done if fingerprints[seed] != fingerprints[done[0]]]
     if other:
@@ -96,7 +96,7 @@ def check_same_data(folder: Path, done: Sequence[int]) -> None:
 
 
 def _figures(report: RunReport) -> dict[str, float]:
-    """Return the best validation goal and the test metrics, or the newest metrics if there is no test split."""
+    """Return the best goal on the validation split, and the test metrics, or the newest metrics if there are none."""
     best = {} if report.best_goal is None else {f"best {report.goal} on val": report.best_goal}
     tested = {name: value for name, value in report.metrics.items() if name.startswith("test_")}
     return {**best, **(tested or report.metrics)}
@@ -144,7 +144,7 @@ def format_interval(name: str, *, mean: float, low: float, high: float, form: st
 
 
 def is_fraction(name: str) -> bool:
-    """Whether a metric of this name lies between 0 and 1.
+    """Return whether a metric with this name lies between 0 and 1.
 
     >>> [is_fraction(name) for name in ("macro_f1", "best accuracy on val", "brier", "accuracy_loss")]
     [True, True, False, False]

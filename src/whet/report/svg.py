@@ -1,6 +1,6 @@
-"""Self-contained SVG charts: measured points with error bars, and curves with bands.
+"""Draw self-contained SVG charts: measured points with error bars, and curves with bands.
 
-The charts need no other files and follow the light or dark theme of the browser.
+The charts need no other files, and follow the light or dark theme of the browser.
 """
 
 import math
@@ -13,15 +13,15 @@ from whet.base.errors import UsageError
 from whet.run import durable
 
 _WIDTH, _PANEL_HEIGHT = 640, 250
-# Margins of a panel in pixels: space for labels and titles of the axes.
+# Margins of a panel in pixels, for the labels and titles of the axes.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 24, 34, 50
 _HEAD = 50
 _LINE = 18
-# A panel with a curve is lower, because its x axis has no title below.
+# Sizes of a panel with a curve, which is lower, because there is no title below its x axis.
 _CURVE_PANEL_HEIGHT, _CURVE_TOP, _CURVE_BOTTOM = 200, 30, 36
 # Draw dots on curves with at most this many points.
 _MAX_DOTS = 40
-# If the limit is this many times above all points, a linear scale would flatten them. Use a logarithmic scale then.
+# If the limit is above this multiple of the highest point, use a logarithmic scale. A linear one would flatten them.
 _WIDE_RANGE = 6.0
 CHART_STYLE = """
 .whet-chart { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
@@ -54,7 +54,7 @@ CHART_STYLE = """
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChartPoint:
-    """One value on the x axis. A point without a value is drawn as a cross, and its tooltip gives the reason."""
+    """One point of a chart. Without a value it is drawn as a cross, and its tooltip gives the reason."""
 
     label: str
     value: float | None = None
@@ -62,30 +62,29 @@ class ChartPoint:
     high: float | None = None
     is_chosen: bool = False
     is_hollow: bool = False
-    """Whether the point is hollow, which means that its value was not measured."""
+    """Whether the point is hollow, which means that its value is predicted or from a single step."""
     tooltip: str = ""
-    """Text of the tooltip."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChartPanel:
-    """One pair of axes. The points are evenly spaced, in their order."""
+    """One pair of axes. Its points are evenly spaced, in the given order."""
 
     title: str
     x_title: str
     points: Sequence[ChartPoint]
     format_y: Callable[[float], str]
-    """Formats the labels of the y axis."""
+    """Function that formats the labels of the y axis."""
     limit: float | None = None
     limit_label: str = ""
     is_joined: bool = True
     """Whether a line connects the points. Use it only if the x axis has an order."""
     is_binary: bool = False
-    """Whether round numbers are multiples of 1024 instead of 1000."""
+    """Whether units are powers of 1024 instead of 1000."""
 
 
 def draw_chart(title: str, panels: Sequence[ChartPanel], *, subtitle: str = "", footer: Sequence[str] = ()) -> str:
-    """Draw the panels below each other in one SVG document."""
+    """Draw the panels one below the other in an SVG document."""
     end = _HEAD + len(panels) * _PANEL_HEIGHT
     parts = [
         *_stacked([_draw_panel(panel) for panel in panels], height=_PANEL_HEIGHT),
@@ -100,7 +99,7 @@ def _document(title: str, subtitle: str, parts: Iterable[str], *, height: int) -
             svg_start(title, height),
             f"<title>{escape_svg(title)}</title>",
             f"<style>{CHART_STYLE}</style>",
-            # Draw a background, because the themes of notebook and system may differ.
+            # Draw a background, because the themes of the notebook and of the system may differ.
             f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
             svg_text(_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
             svg_text(_LEFT - 62, 38, subtitle, css="quiet"),
@@ -112,7 +111,7 @@ def _document(title: str, subtitle: str, parts: Iterable[str], *, height: int) -
 
 
 def svg_start(title: str, height: int) -> str:
-    """Return the first tag of a document with the style of a chart."""
+    """Return the opening tag of an SVG document with the style of a chart."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-chart" viewBox="0 0 {_WIDTH} {height}"'
         f' width="{_WIDTH}" height="{height}" role="img" aria-label="{escape_svg(title)}">'
@@ -141,7 +140,7 @@ class AxisScale:
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
-        # In halves: the difference of two finite numbers may be infinite.
+        # Compute with halves, because the difference of two finite numbers may overflow.
         half = high / 2 - low / 2
         share = (value / 2 - low / 2) / half if half > 0 else 0.5
         return round(self.begin + share * (self.end - self.begin), 1)
@@ -164,7 +163,7 @@ def _draw_panel(panel: ChartPanel) -> Iterator[str]:
     if panel.limit is not None:
         y = scale.place(panel.limit)
         yield f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
-        # Put the label on the left, because rising values come near the limit on the right.
+        # Put the label on the left, because rising values are close to the limit on the right.
         yield svg_text(_LEFT + 6, y - 6, panel.limit_label, css="limit-text")
     for point, x in places:
         yield svg_text(x, floor + 20, point.label, extra='text-anchor="middle"' + _bold(point))
@@ -203,12 +202,12 @@ def _scale(panel: ChartPanel) -> tuple[AxisScale, list[float]]:
         return AxisScale(low, high, floor, _TOP, is_log=True), [tick for tick in ticks if low <= tick <= high]
     top = max(limit, highest) or 1.0
     ticks = [tick * unit for tick in round_ticks(top / unit)]
-    # Leave space for the label of the limit and for error bars.
+    # Leave space at the top for the label of the limit and for error bars.
     return AxisScale(0.0, max(ticks[-1], top * 1.12), floor, _TOP), ticks
 
 
 def round_ticks(top: float, *, most: int = 5) -> list[float]:
-    """Return round numbers from 0 to `top`, in steps of 1, 2 or 5 times a power of ten.
+    """Return round numbers from 0 to `top`, in at most `most` steps of 1, 2 or 5 times a power of ten.
 
     >>> round_ticks(870.0), round_ticks(0.3)
     ([0.0, 200.0, 400.0, 600.0, 800.0], [0.0, 0.1, 0.2, 0.3])
@@ -264,7 +263,7 @@ class SvgImage:
 
 @dataclass(frozen=True, slots=True)
 class CurveBand:
-    """One curve with minimum, mean and maximum at each x position. NaN leaves a gap."""
+    """One curve with the minimum, mean and maximum at each x position. NaN leaves a gap."""
 
     name: str
     x: Sequence[float]

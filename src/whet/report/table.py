@@ -1,19 +1,19 @@
-"""Tables as plain text, and plain text as Markdown."""
+"""Format tables as plain text, and plain text as Markdown."""
 
 from collections.abc import Sequence
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines, with each column as wide as its widest cell."""
+    """Return the rows as lines of text. Each column is as wide as its widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def markdown_page(title: str, text: str) -> str:
-    """Return plain text as Markdown, under a heading.
+    """Return plain text as a Markdown code block under a heading.
 
-    Names and logs may be untrusted. In a block of code they cannot embed images, create links or mention users, and
-    without backticks they cannot end the block.
+    Names and logs may be untrusted. In a code block they cannot embed images, create links or mention users. Backticks
+    are replaced, so that they cannot end the block.
     """
     lines = ["".join(char if char.isprintable() else " " for char in line) for line in text.splitlines()]
     block = "\n".join(lines).replace("`", "'")
@@ -21,5 +21,5 @@ def markdown_page(title: str, text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text on one line, without control characters."""
+    """Return the text as one line, without control characters."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -1,4 +1,4 @@
-"""The report of a run as plain text: no colors, no control characters, every line within the width."""
+"""Render the report of a run as plain text without colors or control characters, wrapped to a width."""
 
 import statistics
 import textwrap
@@ -20,12 +20,12 @@ _CURVE_HEIGHT = 8
 BETTER = {"min": "lower is better", "max": "higher is better"}
 _CURVE_WIDTH = 100
 _MAX_INCIDENTS = 12
-# Maximum characters of one text. A damaged plan may contain megabytes of text, which would take a minute to wrap.
+# Maximum characters of one text. Wrapping megabytes of text, as a damaged plan may contain, would take a minute.
 _MAX_TEXT = 4_000
 
 
 def render_summary(report: RunReport, *, width: int = 100) -> str:
-    """Return how a run ended and its results in a few lines."""
+    """Return a few lines on how a run ended, and its results."""
     took = format_seconds(report.training_seconds)
     speed = next((one.actual for one in report.planned_vs_actual if one.name == "speed"), None)
     rate = f" at {speed:,.4g} samples/s" if speed else ""
@@ -43,7 +43,7 @@ def render_summary(report: RunReport, *, width: int = 100) -> str:
 
 
 def render_text(report: RunReport, *, width: int = 100, unicode: bool = True) -> str:
-    """Return the report as text. Only a traceback and the resume command may exceed `width`, to be copied."""
+    """Return the report as text. Only a traceback and the resume command may exceed `width`, so they can be copied."""
     width = max(width, MIN_WIDTH)
     facts = [line for label, fact in _facts(report) for line in _labelled(label, fact, width=width)]
     sections = [
@@ -60,7 +60,7 @@ def render_text(report: RunReport, *, width: int = 100, unicode: bool = True) ->
     if report.resume:
         # Do not wrap the command, so that it can be copied.
         text += "\n\nresume it with\n  " + _clean(report.resume)
-    # Replace everything else, because names in a run folder may contain any character.
+    # Replace all other characters, because names in a run folder may contain any.
     return text if unicode else text.encode("ascii", "replace").decode()
 
 
@@ -116,7 +116,7 @@ def _time(report: RunReport) -> str:
     sessions = f" in {len(report.sessions)} sessions" if len(report.sessions) > 1 else ""
     training, wall = format_seconds(report.training_seconds), format_seconds(report.wall_seconds)
     text = f"{training} of training{sessions}"
-    # Compare the formatted texts: a difference that is not visible is not worth a sentence.
+    # Compare the formatted texts, because a difference that is not visible is not worth mentioning.
     if training == wall or report.uptime is None:
         return text
     return f"{text}, {wall} from first to last (uptime {100 * report.uptime:.0f} %)"
@@ -142,7 +142,7 @@ def _goal(report: RunReport) -> str:
 
 
 def _tested(report: RunReport, *, only: str | None = None) -> str:
-    """Return the metrics of the test split, or only that of the goal if there is one."""
+    """Return the metrics on the test split as text. With `only`, restrict them to this metric if it is there."""
     tested = {n.removeprefix("test_"): value for n, value in report.metrics.items() if n.startswith("test_")}
     goal = (only or "").removeprefix("val_")
     tested = {goal: tested[goal]} if goal in tested else tested
@@ -168,7 +168,7 @@ def _saved(report: RunReport) -> str:
 
 
 def _classes(report: RunReport, *, width: int) -> list[str]:
-    """Return the scores of each class on the test split, or on the validation split."""
+    """Return a table of the scores of each class on the test split, or else on the validation split."""
     if not report.details.classes:
         return []
     table = report.details.classes[-1]
@@ -200,7 +200,7 @@ def _curves(report: RunReport, *, width: int, unicode: bool) -> list[str]:
 
 
 def main_curves(report: RunReport) -> Iterator[tuple[str, Curve]]:
-    """Yield the curves for a chart of text: each training loss and the goal metric, with what is better."""
+    """Yield the curves for text charts, with titles: each training loss, and the goal metric."""
     wanted = [(report.track("step"), name) for name in report.losses or ("loss",)]
     wanted += [(report.track("eval"), report.goal)] if report.goal else []
     for track, name in wanted:
@@ -218,7 +218,7 @@ def _advice(report: RunReport, *, width: int) -> list[str]:
 
 
 def _settings(report: RunReport, *, width: int) -> list[str]:
-    """Return the settings that were measured, set or forced, and where to find those of the rules."""
+    """Return a table of the settings that no rule has chosen, and a line with the command that shows the others."""
     shown = [s for s in report.settings if s.value not in (None, "unused") or s.source == "you"]
     rows = [
         (_clean(s.name), _clean(format_value(s.value)), _clean(s.reason), _clean(s.source))

@@ -1,4 +1,4 @@
-"""Draw curves with characters: braille dots, or ASCII if the terminal lacks them."""
+"""Draw curves with characters: braille dots, or ASCII if the terminal has no Unicode."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from whet.run.curve import Curve
 
 _BRAILLE = 0x2800
-# The bit of the dot in column x, row y of a braille character (2 by 4 dots).
+# _DOTS[x][y] is the bit of the dot in column x and row y of a braille character.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _MIN_PLOT_COLUMNS = 8
 _BARS = "".join(chr(0x2581 + height) for height in range(8))
@@ -16,7 +16,7 @@ _ASCII_BARS = "_.-=+*#"
 def draw_curve(curve: Curve, *, width: int, height: int, unicode: bool = True) -> tuple[str, ...]:
     """Draw a curve in `height` lines of at most `width` characters, plus a line with step numbers.
 
-    Each point is drawn from its minimum to its maximum. NaN leaves a gap. Without values there are no lines.
+    Each point is drawn from its minimum to its maximum. NaN leaves a gap. Return no lines if there are no values.
     """
     drawable = [p for p in curve.points if p.low is not None and p.high is not None]
     if not drawable or width < 2 or height < 1:
@@ -91,7 +91,7 @@ def _plot(canvas: _Canvas, curve: Curve, *, low: float, high: float) -> None:
         return (step - first) * (canvas.num_x - 1) // max(1, last - first)
 
     def y_of(value: float) -> int:
-        # In halves: the difference of two finite numbers may be infinite.
+        # Compute with halves, because the difference of two finite numbers may overflow.
         span = high / 2 - low / 2
         return round((value / 2 - low / 2) / span * (canvas.num_y - 1)) if span > 0 else canvas.num_y // 2
 
@@ -109,7 +109,7 @@ def _plot(canvas: _Canvas, curve: Curve, *, low: float, high: float) -> None:
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the columns of a straight line between two dots, each with its range of dots."""
+    """Yield (x, y_from, y_to) for each column of a straight line between two dots."""
     (x0, y0), (x1, y1) = start, end
     if x1 == x0:
         yield x0, y0, y1

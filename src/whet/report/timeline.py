@@ -11,12 +11,12 @@ from whet.plan.render import format_value
 from whet.run.event import INCIDENT_KINDS, SESSION_START_KINDS, Event, as_number
 from whet.run.events import History
 
-# Keep only the first and last entries: a run of five million steps may have too many for a page.
+# Keep only the first and last entries, because a run of five million steps may have too many for a page.
 MAX_TIMELINE = 300
 MAX_SLOW_PERIODS = 200
-# Steps must be this much slower for this long to be shown as a slow period.
+# Steps must be slower by this factor, for this many seconds, to be shown as a slow period.
 MIN_SLOW_FACTOR, MIN_SLOW_SECONDS = 1.3, 10.0
-# Number of speeds inside and outside of a period that are needed to compare them.
+# Minimum number of speeds inside and outside of a period, to compare them.
 _MIN_SPEEDS = 3
 TIMELINE_KINDS = ("start", "plan", "checkpoint", *INCIDENT_KINDS, "end")
 
@@ -53,13 +53,13 @@ _UNLISTED_FIELDS = {
 
 
 class SessionSpan(FrozenModel):
-    """One process training without a break."""
+    """The time in which one process trained without a break."""
 
     started: float
-    """Start time in unix seconds."""
+    """Unix time of the start. `ended` is that of the end."""
     ended: float
     step: int
-    """Step that the session started from."""
+    """Step from which the session started."""
     begins_at: float
     """Training seconds of all earlier sessions."""
 
@@ -72,7 +72,7 @@ class TrainingClock:
         self._starts = [session.started for session in sessions]
 
     def at(self, time: float) -> float:
-        """Return the training seconds up to a time. They do not increase between two sessions."""
+        """Return the training seconds up to a unix time. They do not increase between two sessions."""
         if not self._sessions:
             return 0.0
         session = self._sessions[max(0, bisect_right(self._starts, time) - 1)]
@@ -80,8 +80,8 @@ class TrainingClock:
 
 
 def session_spans(history: History) -> tuple[SessionSpan, ...]:
-    """Return the sessions of a run. No block spans the start of a session."""
-    # A rollback is logged as a resume too, but its process continues.
+    """Return the sessions of a run, from the index of the log. A session always starts a new block."""
+    # A rollback is also logged as a resume, but the process continues.
     rollbacks = {event.time for event in history.events(kinds=("resume",)) if event.get("rollback_reason")}
     spans: list[list[float]] = []
     for block in history.layout.blocks:
@@ -112,16 +112,16 @@ class SlowPeriod(FrozenModel):
     """Start of the period in training seconds."""
     to_seconds: float
     factor: float = 1.0
-    """Median speed outside of the period divided by that inside."""
+    """Median speed outside of all slow periods divided by the median speed in this one."""
 
 
 def slow_periods(
     history: History, clock: TrainingClock, speeds: Sequence[tuple[float, float]]
 ) -> tuple[SlowPeriod, ...]:
-    """Return the periods in which steps were clearly slower for a while.
+    """Return the periods in which steps were clearly slower.
 
-    `speeds` holds training seconds and samples per second. An event of heat or memory pressure alone is no slow period:
-    sensors may report it, and step times may vary, without a loss that anybody would notice.
+    `speeds` are pairs of training seconds and samples per second. Heat or memory pressure alone is not a slow period,
+    because sensors may report it without a noticeable loss of speed.
     """
     return tuple(_clearly_slow(_reported_periods(history, clock), speeds))[:MAX_SLOW_PERIODS]
 
@@ -129,7 +129,7 @@ def slow_periods(
 def _clearly_slow(periods: Sequence[SlowPeriod], speeds: Sequence[tuple[float, float]]) -> Iterator[SlowPeriod]:
     for period in periods:
         inside = [speed for at, speed in speeds if period.from_seconds <= at <= period.to_seconds]
-        # Other slow periods are no measure of the usual speed.
+        # Exclude all slow periods from the usual speed.
         outside = [speed for at, speed in speeds if not any(p.from_seconds <= at <= p.to_seconds for p in periods)]
         is_long = period.to_seconds - period.from_seconds >= MIN_SLOW_SECONDS
         if is_long and min(len(inside), len(outside)) >= _MIN_SPEEDS:
@@ -139,7 +139,7 @@ def _clearly_slow(periods: Sequence[SlowPeriod], speeds: Sequence[tuple[float, f
 
 
 def _reported_periods(history: History, clock: TrainingClock) -> list[SlowPeriod]:
-    """Return the periods of events. A period ends with the next event of the same cause, or with the session."""
+    """Return the periods that events report. A period ends with the next event of the same cause, or the session."""
     periods: list[SlowPeriod] = []
     open_events: dict[str, Event] = {}
     for event in history.events(kinds=("throttle", "pressure", "end", *SESSION_START_KINDS)):
@@ -179,14 +179,14 @@ def _slow_period(begun: Event, ended: Event, clock: TrainingClock) -> SlowPeriod
 
 
 class TimelineEntry(FrozenModel):
-    """One notable event, as text."""
+    """One notable event, with its text."""
 
     kind: str
     step: int
     time: float
-    """Time of the event in unix seconds."""
+    """Unix time of the event."""
     seconds: float
-    """Time of the event in training seconds."""
+    """Training seconds up to the event."""
     tone: Tone
     text: str
 
@@ -194,7 +194,7 @@ class TimelineEntry(FrozenModel):
 def timeline(history: History, clock: TrainingClock) -> tuple[tuple[TimelineEntry, ...], int]:
     """Return the notable events of a run in order, and the number of events omitted from the middle."""
     kinds = {kind for block in history.layout.blocks for kind in block.kinds} & set(TIMELINE_KINDS)
-    # Count events in the index first, because a run may have more incidents than a page can show.
+    # Count events in the index instead of reading them, because a run may have more than a page can show.
     total = sum(block.kinds.get(kind, 0) for block in history.layout.blocks for kind in kinds)
     first: list[TimelineEntry] = []
     for event in history.events(kinds=kinds):
@@ -210,7 +210,7 @@ def timeline(history: History, clock: TrainingClock) -> tuple[tuple[TimelineEntr
 
 
 def timeline_entry(event: Event, clock: TrainingClock) -> TimelineEntry:
-    """Return an event as a line of text with a tone."""
+    """Convert an event to a timeline entry."""
     return TimelineEntry(
         kind=event.kind,
         step=event.step,
@@ -268,7 +268,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def _title(kind: str) -> str:
-    """Return the beginning of the text, or an empty text if the reason is a complete sentence."""
+    """Return the title of an incident, or an empty text if its reason says everything."""
     return _TITLES.get(kind, "" if kind in INCIDENT_KINDS else kind)
 
 

@@ -1,7 +1,7 @@
 """The curves of a run over steps, samples and training time, and the time of its steps by phase.
 
-A track holds the curves of one kind of event. They share their x positions, so that a page can plot several runs over
-steps, samples or time. Curves of long runs are computed from the index of the log alone.
+A track holds the curves of one kind of event. They share their x positions, so that a page can plot several runs by
+step, samples or time. Curves of long runs are computed from the index of the log alone.
 """
 
 import math
@@ -14,7 +14,7 @@ from whet.run.curve import Curve, CurvePoint, downsample_curves
 from whet.run.event import as_number
 from whet.run.events import History
 
-# Maximum curves per track. The limit is needed because an evaluation may return any number of metrics.
+# Maximum curves per track, because an evaluation may return any number of metrics.
 MAX_CURVES = 40
 
 CurveSource = Literal["step", "eval", "health", "epoch"]
@@ -41,7 +41,7 @@ _PHASE_NOTES = {
 
 
 class TrackLine(FrozenModel):
-    """One curve of a track. None stands for a point without a finite value."""
+    """One curve of a track. None in `mean`, `low` and `high` marks a point without a finite value."""
 
     name: str
     unit: Unit = ""
@@ -52,7 +52,7 @@ class TrackLine(FrozenModel):
     nonfinite: int = 0
     """Number of values that were NaN or infinite."""
     mode: GoalMode | None = None
-    """Whether lower ("min") or higher ("max") values are better, or None if the name does not tell."""
+    """Whether lower ("min") or higher ("max") values are better, or None if unknown."""
 
 
 class Track(FrozenModel):
@@ -69,7 +69,7 @@ class Track(FrozenModel):
         return next((line for line in self.lines if line.name == name), None)
 
     def curve(self, name: str) -> Curve | None:
-        """Return the curve of that name as points, for text charts."""
+        """Return the curve with this name as points, for text charts."""
         line = self.line(name)
         if line is None:
             return None
@@ -84,7 +84,7 @@ class Track(FrozenModel):
 
 
 class PhaseTime(FrozenModel):
-    """The time of one phase of a step, over all steps."""
+    """The total time of one phase of the run, such as the forward pass of all steps."""
 
     name: str
     seconds: float
@@ -95,7 +95,7 @@ class PhaseTime(FrozenModel):
 def tracks(history: History, *, points: int, is_growing: bool = False) -> tuple[Track, ...]:
     """Return the tracks of a run that have curves, each with at most about `points` x positions.
 
-    With `is_growing`, x positions stay the same while the run grows, so that a page does not jump.
+    With `is_growing`, x positions stay the same while the run grows, so that curves on a page do not jump.
     """
     curves = downsample_curves(history, points=points, kinds=_SOURCES, is_growing=is_growing).values()
     candidates = (_track(source, [curve for curve in curves if curve.kind == source]) for source in _SOURCES)
@@ -155,7 +155,7 @@ def _line(curve: Curve, steps: Sequence[int]) -> TrackLine:
 
 
 def _speed(curves: Sequence[Curve], steps: Sequence[int]) -> TrackLine | None:
-    """Return samples per second of step time, which excludes evaluations, saves and cooldown pauses."""
+    """Return the curve of samples per second of step time, without evaluations, saves and cooldown pauses."""
     samples = next((_by_step(curve) for curve in curves if curve.field == "samples"), {})
     phases = [curve for curve in curves if curve.field.startswith(_SECONDS)]
     spent = [_by_step(curve) for curve in phases if curve.field.removeprefix(_SECONDS) not in NON_STEP_PHASES]
@@ -174,7 +174,7 @@ def _by_step(curve: Curve) -> dict[int, CurvePoint]:
 
 
 def _samples_per_step(samples: dict[int, CurvePoint], steps: Sequence[int], position: int) -> float | None:
-    """Return the samples per step from this point to the next one. The last point uses the previous interval."""
+    """Return the mean samples per step from this point to the next one."""
     # The last point has no next point, so use the interval before it.
     left = position if position + 1 < len(steps) else position - 1
     start = samples.get(steps[max(0, left)])
@@ -195,5 +195,5 @@ def _unit(name: str) -> Unit:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Round to seven digits, which is more than a page can show and halves the size of the JSON."""
+    """Round to seven digits, which is more than a page can show, and halves the size of the JSON."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")

@@ -1,1 +1,1 @@
-"""The numbers of a run as CSV, Parquet or TensorBoard files, written outside of the run folder."""
+"""Export the numbers of a run as CSV or TensorBoard files, outside of the run folder."""

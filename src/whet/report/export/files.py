@@ -1,4 +1,4 @@
-"""Export files of a run, written into a new folder completely or not at all."""
+"""Write the numbers of a run as files into a new folder, completely or not at all."""
 
 import csv
 import io
@@ -31,7 +31,7 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def csv_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Yield the files by name, each as chunks of bytes."""
+    """Yield the name of each CSV file, and its content as chunks of bytes."""
     for table in find_tables(history):
         yield f"{table.name}.csv", _csv_chunks(history, table)
 
@@ -46,7 +46,7 @@ def _csv_chunks(history: History, table: ExportTable) -> Iterator[bytes]:
 
 
 def _csv_line(row: ExportRow) -> str:
-    # repr() gives the shortest text that parses to the same number. A missing number is an empty cell.
+    # repr() returns the shortest text that parses to the same number. A missing number is an empty cell.
     return ",".join(["" if value is None else repr(value) for value in row]) + "\n"
 
 
@@ -56,7 +56,7 @@ def _escape_formula(name: str) -> str:
 
 
 class _ChunkSink(io.RawIOBase):
-    """A write-only file whose content can be taken in chunks."""
+    """A write-only file whose content can be taken out in chunks."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -84,7 +84,7 @@ class _ChunkSink(io.RawIOBase):
         return taken
 
 
-# The largest finite 32-bit float, which is what TensorBoard stores.
+# The largest finite float32. TensorBoard stores values as float32.
 _MAX_FLOAT = 3.4028234663852886e38
 _CHUNK_BYTES = 1024**2
 
@@ -128,14 +128,14 @@ def _in_float32_range(value: float) -> float:
 FileWriter = Callable[[History], Iterator[tuple[str, Iterable[bytes]]]]
 
 FORMATS: dict[str, FileWriter] = {"csv": csv_files, "tensorboard": tensorboard_files}
-# Formats of the model, which `whet.api.export` writes.
+# Formats of models, which `whet.api.export` writes.
 MODEL_FORMATS = ("safetensors", "transformers", "onnx")
-# Prefixes of exported files. A folder that contains any other file is never replaced.
+# Prefixes of exported files. A folder with any other file is never replaced.
 _EXPORT_PREFIXES = ("steps.", "evaluations.", "health.", "events.out.tfevents.")
 
 
 class ExportResult(FrozenModel):
-    """The files that were written."""
+    """The folder and the files that were written."""
 
     folder: Path
     files: dict[str, int]
@@ -143,10 +143,10 @@ class ExportResult(FrozenModel):
 
 
 def export_run(run: Run | Path | str, *, to: str, out: Path | str | None = None, force: bool = False) -> ExportResult:
-    """Write the numbers of a run into a new folder, by default NAME-FORMAT.
+    """Write the numbers of a run into a new folder, by default NAME-FORMAT in the working folder.
 
-    Steps that were repeated after a resume are written once. An existing folder is an error, unless `force` is set and
-    the folder contains only an export.
+    Steps that were repeated after a resume are written once. Raise UsageError if the folder exists, unless `force` is
+    set and the folder contains only an export.
     """
     if to not in FORMATS:
         known = (*FORMATS, *MODEL_FORMATS)
@@ -180,7 +180,7 @@ def publish_export(
     def fill_and_move_old(draft: Path) -> None:
         files.update((name, (draft / name).stat().st_size) for name in fill(draft))
         if folder.exists() and any(folder.iterdir()):
-            # Remove the old folder only now, when the new one is complete.
+            # Move the old folder aside only now that the new one is complete.
             old.append(durable.move_aside(folder))
 
     made = durable.make_directory(folder.parent)

@@ -1,4 +1,4 @@
-"""The numbers of events by name, and the tables that contain them."""
+"""The numbers of events by name, and tables of them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ EXPORTED_KINDS = ("step", "eval", "health")
 ExportRow = tuple[int | float | None, ...]
 
 _PREFIXES = {"step": "train", "eval": "eval", "health": "health"}
-# Larger integers are not exact as a float.
+# Larger integers are not exact as floats.
 _EXACT = 2**53
 _REQUIRED_TABLES = ("steps", "evaluations")
 _TABLE_KINDS = {"steps": "step", "evaluations": "eval", "health": "health"}
@@ -23,7 +23,7 @@ _MAX_COLUMNS = 4_096
 
 @dataclass(frozen=True, slots=True)
 class ExportTable:
-    """A table with one row per event of a kind: step, time (unix seconds), then the numbers by name."""
+    """A table with one row per event of a kind. Its columns are step, time (unix seconds) and the numbers."""
 
     name: str
     kind: str
@@ -44,14 +44,14 @@ def find_tables(history: History) -> tuple[ExportTable, ...]:
 
 
 def read_rows(history: History, table: ExportTable) -> Iterator[ExportRow]:
-    """Yield the rows of a table in order, without void events. None stands for a missing number."""
+    """Yield the rows of a table in order, without events that a resume made void. None marks a missing number."""
     for event in history.events(kinds=(table.kind,)):
         values = event_numbers(event)
         yield (checked_step(event), event.time, *(values.get(name) for name in table.columns))
 
 
 def event_numbers(event: Event) -> dict[str, int | float]:
-    """Return all numbers of an event by name. An entry of a map has a name such as "seconds/data"."""
+    """Return all numbers of an event by name. A number in a nested map has a name such as "seconds/data"."""
     numbers: dict[str, int | float] = {}
     for name, value in flatten_fields(event.fields):
         if type(value) is float or (type(value) is int and -_EXACT <= value <= _EXACT):
@@ -62,7 +62,7 @@ def event_numbers(event: Event) -> dict[str, int | float]:
 
 
 def named_event_numbers(event: Event) -> dict[str, float]:
-    """Return the numbers of an event by their exported names: train/loss, seconds/data, eval/accuracy.
+    """Return the numbers of an event by their exported names, such as train/loss, seconds/data and eval/accuracy.
 
     >>> named_event_numbers(Event(kind="step", time=1.0, step=3, fields={"loss": 0.5, "seconds": {"data": 0.25}}))
     {'train/loss': 0.5, 'seconds/data': 0.25}
@@ -71,7 +71,7 @@ def named_event_numbers(event: Event) -> dict[str, float]:
 
 
 def export_name(kind: str, field: str) -> str:
-    """Return the exported name of a field. Dashboards group by the part before the slash.
+    """Return the exported name of a field. Dashboards group names by the part before the slash.
 
     >>> export_name("step", "loss"), export_name("step", "seconds/data"), export_name("health", "memory/process")
     ('train/loss', 'seconds/data', 'health/memory/process')
@@ -91,7 +91,7 @@ def without_repeated_health(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def checked_step(event: Event) -> int:
-    """Return the step of an event. Raise an error if it is too large for other programs."""
+    """Return the step of an event. Raise WhetError if it is negative or too large for other programs."""
     if 0 <= event.step < 2**63:
         return event.step
     raise WhetError(
@@ -102,7 +102,7 @@ def checked_step(event: Event) -> int:
 
 
 def _table_columns(history: History, kind: str) -> tuple[str, ...]:
-    # Use the index, so that millions of steps are not read twice.
+    # Take the names from the index, so that millions of steps are not read twice.
     names: dict[str, None] = {}
     for block in history.valid_blocks():
         names.update((field.removeprefix(f"{kind}/"), None) for field in block.fields if field.startswith(f"{kind}/"))

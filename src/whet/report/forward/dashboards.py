@@ -33,20 +33,20 @@ class DashboardRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardedState:
-    """The last step that the dashboard already has, for all numbers or by name."""
+    """The last step that the dashboard already has, for all numbers (`step`) or for each (`by_name`)."""
 
     step: int = -1
     by_name: Mapping[str, int] = field(default_factory=dict)
 
     def new_part(self, row: DashboardRow) -> DashboardRow | None:
-        """Return the part of a row that the dashboard does not have yet, or None if it has all."""
+        """Return the part of a row that the dashboard does not have yet, or None if it has all of it."""
         values = {name: v for name, v in row.values.items() if row.step > self.by_name.get(name, self.step)}
         return DashboardRow(row.step, row.time, values) if values else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunDescription:
-    """The description of a run, which is sent once."""
+    """The description of a run, which is sent to the dashboard once."""
 
     id: str
     name: str
@@ -56,7 +56,7 @@ class RunDescription:
 
 
 class Dashboard(Protocol):
-    """The interface to a dashboard. Its calls may be slow, because only the forwarding process waits."""
+    """The interface of a dashboard. Its methods may be slow, because only the forwarding process waits for them."""
 
     max_rows: int
     """Maximum rows per `send`."""
@@ -68,7 +68,7 @@ class Dashboard(Protocol):
         """Send rows in the order of their steps. Raise UnreachableError if a retry may succeed."""
 
     def close(self, state: str | None) -> None:
-        """Close the connection. `state` is the final state of the run, or None if only the forwarding ends."""
+        """Close the connection. `state` is the final state of the run, or None if only forwarding ends."""
 
     def where(self) -> str:
         """Return the address at which the run can be viewed."""
@@ -97,7 +97,7 @@ def describe_run(run: Run, *, project: str) -> RunDescription:
 
 
 def import_library(name: str) -> Any:
-    """Import the library of a dashboard. Raise an error with the install command if it is missing."""
+    """Import the library of a dashboard. Raise WhetError with the install command if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -112,7 +112,7 @@ _RETRYABLE = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEED
 
 
 class Mlflow:
-    """MLflow at MLFLOW_TRACKING_URI: a file, a database or a server. A tag with the run id identifies the run."""
+    """MLflow at MLFLOW_TRACKING_URI: a folder, database or server. The run is identified by a tag with its id."""
 
     max_rows = 100
 
@@ -121,7 +121,7 @@ class Mlflow:
         self._client: Any = self._mlflow.MlflowClient()
         self._run = self._where = ""
         self._num_sent = 0
-        """Accepted numbers of the current rows. After a failure, the same rows are sent again without them."""
+        """How many numbers of the current rows were accepted. A retry with the same rows skips them."""
 
     def open(self, about: RunDescription) -> ForwardedState:
         with self._retryable_errors():
@@ -191,9 +191,9 @@ _EXIT_CODES = {"done": 0, "stopped": 130, "failed": 1}
 
 
 class Wandb:
-    """Weights & Biases: online, or offline with WANDB_MODE=offline and `wandb sync` later.
+    """Weights & Biases, online, or offline with WANDB_MODE=offline and a later `wandb sync`.
 
-    The W&B run has the id of the run. A row is a step, and no row can be inserted before the last one.
+    The W&B run has the id of the run. Each row is a W&B step, and W&B does not accept steps before the last one.
     """
 
     max_rows = 1_000
@@ -210,14 +210,14 @@ class Wandb:
             name=about.name,
             config=dict(about.parameters),
             resume="allow",
-            # Disable data that W&B collects automatically, because it would describe this process.
+            # Disable the data that W&B collects automatically, because it would describe the forwarding process.
             settings=self._wandb.Settings(
                 console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True, quiet=True
             ),
         )
         if not self._run.offline:
             return ForwardedState(step=self._run.starting_step - 1)
-        # Offline runs do not record which rows were sent, so write a note next to wandb's files.
+        # An offline run does not record which rows were sent, so store the last step next to the files of wandb.
         folder = Path(self._run.settings.wandb_dir)
         self._note = folder / f"whet-{about.id}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -17,7 +17,7 @@ from whet.run.follow import PROCESS_DIED, follow, in_batches
 
 
 class RowCollector:
-    """Collects events into one row per step. The newest row is held back until an event of a later step arrives."""
+    """Collects events into one row per step. Keeps the newest row until an event of a later step arrives."""
 
     def __init__(self) -> None:
         self._open: DashboardRow | None = None
@@ -33,13 +33,13 @@ class RowCollector:
         if event.kind in SESSION_START_KINDS:
             self.state = None
         if event.kind == "resume" and self._open is not None and self._open.step > event.step:
-            # The run resumed from an earlier step and repeats this one, so drop the row.
+            # The run has resumed from an earlier step and will repeat this one, so drop the row.
             self._open = None
         if event.kind not in EXPORTED_KINDS:
             return
         step = checked_step(event)
         if event.kind == "health" and (self._open is None or self._open.step != step):
-            return  # Skip health readings of a repeated step, which has its first reading.
+            return  # Skip health readings of a repeated step, which already has one.
         if self._open is not None and step > self._open.step:
             yield from self.rest()
         # Do not send a step twice, even if the run repeats it after a resume.
@@ -48,7 +48,7 @@ class RowCollector:
             self._open = DashboardRow(step, event.time, {**known, **named_event_numbers(event)})
 
     def rest(self) -> Iterator[DashboardRow]:
-        """Yield the row that was held back."""
+        """Yield the newest row, if there is one."""
         if self._open is not None:
             self._sent = self._open.step
             yield self._open
@@ -66,7 +66,7 @@ class ForwardResult(FrozenModel):
     """The result of forwarding a run."""
 
     rows: int
-    """Number of steps that were new to the dashboard."""
+    """Number of rows that were sent, one per step."""
     last_step: int | None
     state: str | None
     """Final state of the run, or None if it has not ended."""
@@ -84,8 +84,8 @@ def forward_run(
 ) -> ForwardResult:
     """Forward the rows that the dashboard does not have yet, then new rows until the run ends.
 
-    With `once`, stop after the current rows. If the dashboard does not respond, retry `tries` times or forever. Set
-    `stop` to end early; the remaining rows are sent by the next call.
+    With `once`, stop after the current rows. If the dashboard does not respond, try `tries` times, or forever if None.
+    Set `stop` to end early. The next call then sends the remaining rows.
     """
     stop, notify = stop or threading.Event(), notify or _ignore
     retry = _Retry(tries=tries, notify=notify, stop=stop)
@@ -98,7 +98,7 @@ def forward_run(
             if any(event.kind == PROCESS_DIED for event in events):
                 notify("the training process died; waiting for a resume")
             complete = [row for event in events for row in rows.take(event)]
-            # The last batch is empty. If the run has ended, its last row is complete and can be sent too.
+            # The last batch is empty. If the run has ended by then, its newest row is complete and can be sent too.
             complete += [] if events or rows.state is None else rows.rest()
             fresh = [row for row in map(forwarded.new_part, complete) if row is not None]
             for start in range(0, len(fresh), target.max_rows):
@@ -118,7 +118,7 @@ def forward_run(
 
 
 class _StoppedError(Exception):
-    """Forwarding was stopped before the dashboard responded."""
+    """Raised if forwarding is stopped before the dashboard responds."""
 
 
 _Result = TypeVar("_Result")
@@ -141,7 +141,7 @@ class _Retry:
                 failed += 1
                 if self.tries is not None and failed >= self.tries:
                     raise
-                # Report only the first failure of a series.
+                # Report only the first failure in a row.
                 if failed == 1:
                     self.notify(f"no answer ({error}); retrying, training does not wait")
                 self.stop.wait(pause)

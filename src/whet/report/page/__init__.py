@@ -1,1 +1,1 @@
-"""The front end: plain JavaScript modules in `static/` and uPlot. It needs no build step and no network."""
+"""The front end: uPlot and plain JavaScript modules in `static/`. It needs no build step and no network."""

@@ -1,7 +1,7 @@
-"""The HTML report of a run as a self-contained file. (The live page is `static/watch.html`.)
+"""Render the HTML report of a run as a self-contained file. (The live page is `static/watch.html`.)
 
-The page contains run data only as JSON, in a block that browsers do not execute. Scripts insert it as text. The
-content security policy allows only the scripts and styles of the page, by their hashes, and no connections.
+The page contains run data only as JSON, in a block that browsers do not execute. Scripts insert the data as text. The
+content security policy allows only the page's own scripts and styles, by their hashes, and no connections.
 """
 
 import base64
@@ -29,7 +29,7 @@ _MAX_ITEMS = 20_000
 _MAX_TITLE = 200
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
-# The modules use only these two forms of import and export, each on one line.
+# The modules use only this form of import and this form of export, each on one line.
 _IMPORT = re.compile(r'^import \{ (\w+(?:, \w+)*) \} from "\./([\w.]+)";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
 _UNSUPPORTED = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
@@ -78,7 +78,7 @@ def content_policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
 
 
 def embedded_json(report: RunReport | RunComparison) -> str:
-    """Return the report as JSON in which no name or log of a run can end the surrounding script block."""
+    """Return the report as JSON, escaped so that no name or log of a run can end the surrounding script block."""
     text = strict_json.encode_compact(shorten(report.for_page().as_json()))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -86,7 +86,7 @@ def embedded_json(report: RunReport | RunComparison) -> str:
 
 
 def shorten(value: Any, *, most: int = MAX_TEXT) -> Any:
-    """Return the JSON with long texts and lists truncated, and lone surrogates replaced."""
+    """Return a JSON value with long texts and lists truncated, and lone surrogates replaced."""
     if isinstance(value, str):
         return _shorten_text(value, most)
     if isinstance(value, dict):
@@ -98,7 +98,7 @@ def shorten(value: Any, *, most: int = MAX_TEXT) -> Any:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file begins like a report of whet, so that a new report may replace it."""
+    """Return whether a file begins like a report of whet, so that a new report may replace it."""
     try:
         with open_regular_file(path) as file:
             start = file.read(len(DOCUMENT_START))
@@ -116,8 +116,8 @@ def static_text(name: str) -> str:
 def bundle_script(entry: str) -> str:
     """Return a JavaScript module and all its imports as one script.
 
-    Each module becomes a function that returns its exports. Any other import or export syntax raises an error, so that
-    the bundled script does the same as the modules of the live page.
+    Each module becomes a function that returns its exports. Other import or export syntax raises ValueError, so that
+    the script does the same as the modules of the live page.
     """
     order: list[str] = []
     _collect_modules(entry, order, above=())

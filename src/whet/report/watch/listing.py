@@ -1,4 +1,4 @@
-"""The runs of a folder, and which of them changed since the last scan."""
+"""List the runs of a folder, and find out which of them have changed since the last scan."""
 
 import os
 import threading
@@ -10,7 +10,7 @@ from whet.report.run_status import RunStatus
 from whet.report.watch.status_reader import RunStamp, StatusReader, run_id
 from whet.run.folder import RUN_FILE, run_folders
 
-# Maximum reading time of one scan. The next scan reads the remaining runs.
+# Maximum seconds for reading runs in one scan. The next scan reads the remaining runs.
 _SCAN_SECONDS = 0.3
 
 
@@ -22,14 +22,14 @@ class ListingChanges:
     removed: tuple[str, ...] = ()
     """Ids of removed runs."""
     groups: dict[str, int] | None = None
-    """Folders that contain runs, with the numbers of runs, or None if nothing changed."""
+    """Folders that contain runs, with the number of runs in each, or None if unchanged."""
 
     def __bool__(self) -> bool:
         return bool(self.changed or self.removed or self.groups is not None)
 
 
 class RunListing:
-    """The runs of a folder, or a single run. Scans are serialized; any thread may read."""
+    """The runs of a folder, or a single run. Scans exclude each other. Any thread may read the list."""
 
     def __init__(self, folder: Path) -> None:
         self._only = folder.name if (folder / RUN_FILE).is_file() else None
@@ -42,19 +42,19 @@ class RunListing:
         """Whether all runs are up to date. Reading thousands of runs for the first time takes several scans."""
         self.scanned_at = 0.0
         self.groups: dict[str, int] = {}
-        """Folders that contain runs, such as those of a search, with the numbers of runs."""
-        # Start from the current time, so that a page opened on an earlier server at this address gets all runs.
+        """Folders that contain runs, such as those of a search, with the number of runs in each."""
+        # Start from the current time, so that a page that was opened with an earlier server gets all runs.
         self.version = int(time.time())
-        """Increases with each scan that finds a change."""
+        """Number that increases with each scan that finds a change."""
         self._changed_at: dict[str, int] = {}
-        """Version in which each run changed or was removed."""
+        """Version in which each run last changed or was removed."""
 
     def folder(self, run: str) -> Path | None:
         """Return the folder of a run by its id, or None if the id was never listed."""
         return self._folders.get(run)
 
     def changes(self, *, since: int = 0) -> ListingChanges:
-        """Return the runs that changed after a version, newest first, and those that were removed; by default all."""
+        """Return the runs that changed after a version, newest first, and those that were removed. By default, all."""
         runs = [run for run, version in list(self._changed_at.items()) if version > since]
         readers = dict(self._readers)
         changed = sorted((readers[run].status for run in runs if run in readers), key=lambda status: -status.updated)
@@ -63,7 +63,7 @@ class RunListing:
         )
 
     def scan(self, *, seconds: float = _SCAN_SECONDS) -> ListingChanges:
-        """Return the changes since the last scan. Only changed runs are read, newest first."""
+        """Read the runs that have changed since the last scan, newest first, and return the changes."""
         with self._scanning:
             self.scanned_at = time.monotonic()
             try:
@@ -87,7 +87,7 @@ class RunListing:
     def _refresh(self, stamps: dict[str, RunStamp], *, until: float) -> tuple[RunStatus, ...]:
         changed: list[RunStatus] = []
         self.is_complete = True
-        # Try unreadable runs last: they are read at every scan, and must not delay other runs.
+        # Read unreadable runs last, because they are retried in every scan, and must not delay other runs.
         unreadable = {run for run, reader in self._readers.items() if reader.status.state == "unreadable"}
         for run, stamp in sorted(stamps.items(), key=lambda item: (item[0] in unreadable, -item[1].newest)):
             if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""A cache of the runs that pages show. A run is rendered again only if its folder has changed."""
+"""A cache of the runs that open pages show. A run is rendered again only if its folder has changed."""
 
 import contextlib
 import hashlib
@@ -23,21 +23,21 @@ from whet.run.lock import is_locked
 from whet.web.access import HttpError
 
 _MAX_RUNS = 16
-# A run that is not in the list is looked for at most this often.
+# Minimum interval between scans for a run that is not in the list.
 _SCAN_SECONDS = 1.0
-# Maximum blocks (of 256 events) of all open runs. A run of 5 million events has half of them.
+# Maximum blocks (of 256 events) of all open runs together. A run of 5 million events has half as many.
 _MAX_BLOCKS = 40_000
 # Maximum share of a core for rendering one run.
 _MAX_CORE_SHARE = 0.03
-# Maximum share of wall time, including waits, so that a slow disk is not kept busy.
+# Maximum share of wall time, which includes waiting, so that a slow disk is not kept busy.
 _MAX_WALL_SHARE = 0.2
 _MAX_PAUSE_SECONDS = 30.0
 
 
 class WorkTimer:
-    """Measures the time of this thread, and computes the pause that keeps its share of the machine small.
+    """Measures the CPU time of this thread, and computes the pause that limits its share of a core.
 
-    It measures CPU time, because next to a training run most of the wall time is spent waiting for a core.
+    During a training run, most of the wall time is spent waiting for a core, so wall time has a separate limit.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class WorkTimer:
         return time.monotonic() - self._begun
 
     def pause(self, *, share: float) -> float:
-        """Return the seconds to pause, so that at most this share of a core is used."""
+        """Return how many seconds to pause, so that at most this share of a core is used."""
         cpu = time.thread_time() - self._begun_cpu
         return min(max(cpu / share, self.seconds / _MAX_WALL_SHARE), _MAX_PAUSE_SECONDS)
 
@@ -75,7 +75,7 @@ class CachedRun:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks, as a measure of memory."""
+        """Number of blocks in the index, as a measure of memory."""
         return 0 if self.history is None else len(self.history.layout.blocks)
 
     def refresh(self) -> LiveHistory:
@@ -97,7 +97,7 @@ class RunCache:
         self._salt = secrets.token_bytes(8)
 
     def folder(self, run: str) -> Path:
-        """Return the folder of a run. Raise HTTP 404 for an unknown id."""
+        """Return the folder of a run by its id. Raise HttpError 404 if there is none."""
         folder = self._listing.folder(run)
         is_outdated = time.monotonic() - self._listing.scanned_at > _SCAN_SECONDS
         if (folder is None or not folder.is_dir()) and is_outdated:
@@ -120,7 +120,7 @@ class RunCache:
         return hashlib.sha256(self._salt + state).hexdigest()[:20]
 
     def render(self, run: str) -> RenderedRun:
-        """Return the report of a run. It may be some seconds old if rendering is slow."""
+        """Return the rendered report of a run. It may be some seconds old if rendering is slow."""
         with self._opened(run) as cached:
             if cached.rendered is not None and time.monotonic() < cached.paused_until:
                 return cached.rendered
@@ -133,7 +133,7 @@ class RunCache:
             return cached.rendered
 
     def compare(self, runs: list[str], *, known: str | None) -> tuple[str, bytes]:
-        """Return the version of a comparison of several runs, and its JSON, unless the client knows this version."""
+        """Return the version of a comparison of several runs, and its JSON, which is empty if the client knows it."""
         if not 2 <= len(runs) <= MAX_COMPARED_RUNS:
             raise HttpError(
                 400, f"a comparison needs 2 to {MAX_COMPARED_RUNS} runs", got=len(runs), try_="/api/compare?ids=A,B"
@@ -147,14 +147,14 @@ class RunCache:
 
     @contextlib.contextmanager
     def history(self, run: str) -> Iterator[LiveHistory]:
-        """Yield the current history of a run. The thread has exclusive access inside the `with` block."""
+        """Yield the current history of a run, with exclusive access inside the `with` block."""
         with self._opened(run) as cached:
             yield cached.refresh()
 
     @contextlib.contextmanager
     def _opened(self, run: str) -> Iterator[CachedRun]:
         folder = self.folder(run)
-        # The guard protects only the table. Each run has a separate lock, so that a slow run does not block the others.
+        # The guard protects only the table. Each run has its own lock, so that a slow run does not block the others.
         with self._guard:
             cached = self._runs.get(run) or CachedRun(folder)
             self._runs[run] = cached
@@ -171,7 +171,7 @@ class RunCache:
         self._evict()
 
     def _evict(self) -> None:
-        """Close the least recently used runs until the rest is within the limits."""
+        """Drop the least recently used runs until the others are within the limits."""
         with self._guard:
             while len(self._runs) > 1 and (
                 len(self._runs) > _MAX_RUNS or sum(run.num_blocks for run in self._runs.values()) > _MAX_BLOCKS

@@ -1,16 +1,16 @@
-"""The server of the live page. It is read-only, and identifies runs by ids from the list, never by a path.
+"""The server of the live page. It is read-only, and identifies runs by ids from the list, never by path.
 
     GET /                                  the page
     GET /static/NAME                       its files
     GET /api/runs                          {"runs": [RunStatus...], "removed": [ids], "version",
                                            "groups": [{"name", "number"}...], "is_complete", "folder", "now"};
-        ?since=VERSION                         only the runs that changed since then; the newest first
+        ?since=VERSION                         only the runs that have changed since then, newest first
     GET /api/runs/ID                       RunReport (report/run_report.py)
-    GET /api/runs/ID/events                {"events": [{kind, time, step, fields}...], "before"}; the newest first
-        ?before=POSITION&kinds=a,b&limit=N     the next page; without `kinds` all but steps and health
+    GET /api/runs/ID/events                {"events": [{kind, time, step, fields}...], "before"}, newest first
+        ?before=POSITION&kinds=a,b&limit=N     the next page; without `kinds`, all kinds except step and health
     GET /api/compare?ids=ID,ID             RunComparison (report/comparison.py)
 
-A page polls every second; runs, comparisons and files have an ETag. Runs are read only when a page requests them.
+A page polls every second. Runs, comparisons and files have an ETag. A report is read only when a page requests it.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ DEFAULT_PORT = 8321
 PAGE_FILE = "watch.html"
 ICON_FILE = "icon.svg"
 MAX_EVENTS = 500
-# Maximum blocks that are read for one page. If the requested kinds are rare, a page may be short or empty.
+# Maximum blocks to read for one page of events, which may be short or empty if the requested kinds are rare.
 _MAX_PAGE_BLOCKS = 400
 _HIDDEN_KINDS = frozenset(("step", "health"))
 # Minimum seconds between scans. Slow scans are followed by longer pauses, to limit the CPU share.
@@ -125,7 +125,7 @@ class PageFile:
 
 
 def page_files(folder: Path = STATIC_FOLDER) -> dict[str, PageFile]:
-    """Return all files of the page by name. No other file on the disk is served."""
+    """Read all files of the page, by name. No other files are served."""
     files: dict[str, PageFile] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         media_type = _MEDIA_TYPES.get(path.suffix)
@@ -142,7 +142,7 @@ class WatchRoutes:
         self._name = folder.name
         self._listing = RunListing(folder)
         self._cache = RunCache(self._listing)
-        # Use two threads, so that a large run does not block another run.
+        # Use two threads, so that a large run does not block the others.
         self._readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reader")
         # Use a separate thread for the list, so that it never waits for a run.
         self._lister = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lister")
@@ -164,7 +164,7 @@ class WatchRoutes:
         ]
 
     def close(self) -> None:
-        """Stop reading runs."""
+        """Stop the threads that read runs."""
         for pool in (self._readers, self._lister):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -209,7 +209,7 @@ class WatchRoutes:
 
     def _scan(self) -> None:
         if time.monotonic() < self._scan_at:
-            return  # Another request has scanned meanwhile.
+            return  # Another request has scanned in the meantime.
         timer = WorkTimer()
         self._listing.scan()
         # Reading thousands of runs for the first time takes several scans.
@@ -246,8 +246,8 @@ def event_page(
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Return up to `limit` events before a position, newest first, and the next position (None at the end).
 
-    Without `kinds`, steps and health are excluded, because curves show them. A position is a block and an index in the
-    block, so that a page of a long run costs no more than a page of a short one.
+    Without `kinds`, steps and health readings are excluded, because curves show them. A position is a block and an
+    index in the block, so that reading a page takes no longer for a long run.
     """
     last_block, number = _parse_position(before)
     page: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The status of one run in a list, updated by reading only new bytes."""
+"""Read the status of one run for a list. Updates read only new bytes."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from whet.run.follow import LiveHistory
 from whet.run.lock import LOCK_FILE, is_locked
 
 _SLOW_SECONDS = 0.2
-# A run that takes longer than `_SLOW_SECONDS` to fail is retried only after this time, unless it changes.
+# If reading a run fails after more than `_SLOW_SECONDS`, retry it only after this time, or when it changes.
 _RETRY_SECONDS = 30.0
 _MAX_TEXT = 300
 
@@ -23,7 +23,7 @@ FileStamp = tuple[int, int, int]
 
 
 def file_stamp(path: str) -> FileStamp | None:
-    """Return modification time, size and inode of a file, or None if it does not exist."""
+    """Return the modification time in nanoseconds, size and inode of a file, or None if it cannot be read."""
     try:
         stat = os.lstat(path)
     except OSError:
@@ -33,18 +33,19 @@ def file_stamp(path: str) -> FileStamp | None:
 
 @dataclass(frozen=True, slots=True)
 class RunStamp:
-    """File stamps that show whether a run has changed without reading it."""
+    """File stamps that tell whether a run has changed, without reading it."""
 
     events: FileStamp | None
     header: FileStamp | None
     lock: FileStamp | None
-    """Stamp of the lock file. It changes when a process takes the lock, before the first event."""
+    """Stamp of the lock file, which changes when a process takes the lock, before its first event."""
 
     @classmethod
     def of(cls, folder: Path | str) -> "RunStamp":
         """Return the stamp of a run folder.
 
-        This is called for thousands of runs every second, so it creates no Path objects."""
+        Create no Path objects, because this is called for thousands of runs every second.
+        """
         names = {"events": EVENTS_FILE, "header": RUN_FILE, "lock": LOCK_FILE}
         return cls(**{part: file_stamp(f"{folder}/{name}") for part, name in names.items()})
 
@@ -60,7 +61,7 @@ def run_id(name: str) -> str:
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
-    """Return the status as JSON for a page, with an id instead of a path."""
+    """Return a status as JSON for a page, with an id instead of the path."""
     fields = status.as_json()
     del fields["path"], fields["size_bytes"]
     name = status.path.name
@@ -81,7 +82,7 @@ class StatusReader:
         self._failed_stamp: RunStamp | None = None
         self._retry_at = 0.0
         self._history: LiveHistory | None = None
-        """History of a running training, which reads only new bytes; None for other runs, to save memory."""
+        """History of a running run, which reads only new bytes. None for other runs, to save memory."""
         self.status = RunStatus(path=folder, state="never started")
 
     def refresh(self, stamp: RunStamp) -> bool:
@@ -90,7 +91,7 @@ class StatusReader:
         if stamp == self._failed_stamp and begun < self._retry_at:
             return False
         try:
-            # A process may die without writing an end event.
+            # Check the lock too, because a process may die without writing an end event.
             if stamp != self._stamp or (self.status.state == "running" and not is_locked(self._folder)):
                 self.status = self._read()
                 self._stamp = stamp
@@ -102,7 +103,7 @@ class StatusReader:
                 updated=stamp.newest / 1e9,
                 problem=hide_path(problem, self._folder),
             )
-            # Retry at every scan, because the run may be being copied. But a disk may take seconds to fail.
+            # Retry in every scan, because the run may still be copied, unless the disk takes long to fail.
             self._stamp, self._failed_stamp, self._history = None, stamp, None
             if time.monotonic() - begun > _SLOW_SECONDS:
                 self._retry_at = begun + _RETRY_SECONDS

@@ -1,7 +1,7 @@
 """The live view of runs in a terminal of any size: a table of runs, and details of one run.
 
-Each refresh checks the size of each events file, and reads only the visible runs that have changed. All text of a run
-passes through `TerminalArea.clean`: a run folder may be untrusted, and its names and logs must not control the
+Each refresh stats the event log of each run, and reads only the visible runs that have changed. All text of a run
+passes through `TerminalArea.clean`, because a run folder may be untrusted, and its names and logs must not control the
 terminal.
 """
 
@@ -25,7 +25,7 @@ from whet.run.folder import EVENTS_FILE, RUN_FILE, open_run, run_folders, run_gr
 from whet.run.follow import LiveHistory
 from whet.run.lock import is_locked
 
-# Runs that changed within this time come first. They are sorted by name, so that their rows do not move.
+# Runs that changed within this time are listed first. They are sorted by name, so that their rows do not move.
 ACTIVE_SECONDS = 120.0
 MIN_WIDTH, MIN_HEIGHT = 24, 4
 
@@ -46,12 +46,12 @@ _BAR_WIDTH = 24
 _MAX_GROUPS, _MIN_HEIGHT_FOR_GROUPS = 3, 16
 _SPARK_WIDTH = 16
 _CURVE_WIDTH, _CURVE_HEIGHT, _MIN_CURVE_HEIGHT = 120, 14, 3
-# Columns by priority. In a narrow terminal, the last ones are dropped first.
+# Columns by priority. A narrow terminal has no space for the last ones.
 _COLUMNS = ("state", "step", "loss", "curve", "left", "goal", "updated")
 
 
 class RunBoard(FrozenModel):
-    """The content of the live view at one moment."""
+    """The content of the live view at one point in time."""
 
     folder: Path
     now: float
@@ -61,9 +61,9 @@ class RunBoard(FrozenModel):
     first: int = 0
     """Position of the first row among all runs."""
     detailed: int | None = None
-    """Index of the row that is shown in detail: the newest active run. None if there are no runs."""
+    """Index of the row that is shown in detail, which is the newest active run. None if there are no runs."""
     groups: dict[Path, int] = Field(default_factory=dict)
-    """Folders that contain runs, such as those of a search, with the numbers of runs."""
+    """Folders that contain runs, such as those of a search, with the number of runs in each."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class BoardReader:
         self._grouped_at = -_GROUPS_SECONDS
 
     def read(self, *, rows: int) -> RunBoard:
-        """Return the current state of `rows` runs, among them the newest active one."""
+        """Return the current state of at most `rows` runs, including the newest active one."""
         now = self._clock()
         paths = self._paths(now)
         position = max(range(self._num_active), key=lambda place: _created(paths[place]), default=0)
@@ -104,7 +104,7 @@ class BoardReader:
         )
 
     def _read_groups(self, now: float) -> dict[Path, int]:
-        """Return the folders that contain runs. Reading them lists many folders, so it is done every few seconds."""
+        """Return the folders that contain runs, updated every few seconds, because this lists many folders."""
         if (self._folder / RUN_FILE).is_file():
             return {}
         if not 0 <= now - self._grouped_at < _GROUPS_SECONDS:
@@ -123,7 +123,7 @@ class BoardReader:
     def _status(self, path: Path) -> _CachedStatus:
         stamp, before = _stamp(path), self._cache.get(path)
         history = before.history if before else None
-        # Retry an unreadable run each time, because it may be in the middle of being copied.
+        # Retry an unreadable run each time, because it may still be copied.
         if before and history is not None and before.stamp == stamp and not _lock_changed(before.status):
             return before
         try:
@@ -155,7 +155,7 @@ def _created(path: Path) -> float:
 
 
 def _lock_changed(status: LiveStatus) -> bool:
-    """Whether a process has started, or died, without writing an event."""
+    """Return whether a process has started or died without writing an event."""
     try:
         return is_locked(status.path) != (status.state == "running")
     except (WhetError, OSError):
@@ -164,7 +164,7 @@ def _lock_changed(status: LiveStatus) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TerminalArea:
-    """The size and abilities of the terminal."""
+    """The size of the terminal, and whether it shows Unicode."""
 
     width: int
     height: int | None
@@ -172,7 +172,7 @@ class TerminalArea:
     unicode: bool = True
 
     def clean(self, text: str) -> str:
-        """Return the text on one line, without control characters and characters that the terminal lacks."""
+        """Return the text as one line, without control characters or characters that the terminal cannot show."""
         text = printable(text).replace("\n", " ")
         return text if self.unicode else text.encode("ascii", "replace").decode()
 
@@ -257,7 +257,7 @@ def _cell(row: LiveStatus, heading: str, *, now: float, area: TerminalArea) -> t
 
 
 def _groups(board: RunBoard, area: TerminalArea) -> list[Text]:
-    """Return lines for folders that contain runs, or none if the screen is small."""
+    """Return lines for folders that contain runs, or no lines if the screen is small."""
     if area.height is not None and area.height < _MIN_HEIGHT_FOR_GROUPS:
         return []
     lines = []
@@ -269,7 +269,7 @@ def _groups(board: RunBoard, area: TerminalArea) -> list[Text]:
 
 
 def _details(row: LiveStatus, area: TerminalArea, *, now: float, height: int | None) -> list[Text]:
-    """Return the details of a run. The curve uses the space that figures and events leave."""
+    """Return the details of a run. The curve uses the space that is left by figures and events."""
     figures = [_line("problem", row.problem, area, style="red")] if row.problem else _figures(row, area, now=now)
     events = [_recent_event(entry, area, now=now) for entry in row.recent]
     if height is None:
@@ -329,7 +329,7 @@ def _line(label: str, text: str, area: TerminalArea, *, style: str = "") -> Text
 
 
 def _gauge(label: str, share: float | None, text: str, area: TerminalArea, *, style: str | None = None) -> Text:
-    """Return a bar with its text. Without `style`, it turns yellow and then red as it fills up."""
+    """Return a bar with its text. Without `style`, the bar turns yellow and then red as it fills up."""
     line = Text(area.fit(label, _LABEL_WIDTH), style="dim")
     cells = min(_BAR_WIDTH, area.width - _LABEL_WIDTH - len(text) - 2)
     if share is not None and cells >= 4:

@@ -1,4 +1,4 @@
-// One chart: curves over steps, samples or time, and a table of their values. Drawn by uPlot on a canvas.
+// One chart: curves by step, samples or time, drawn by uPlot on a canvas, and a table of their values.
 import { disclosure, el, fill, pill, table } from "./dom.js";
 import { formatUnit, shortNumber, formatCount, formatSeconds } from "./format.js";
 import { AXES } from "./curves.js";
@@ -9,7 +9,7 @@ const MOST_ROWS = 200;
 const BYTE_STEPS = Array.from({ length: 44 }, (none, power) => 2 ** power);
 
 export class Chart {
-  /** `settings` is what all charts of a page share: axis, smoothing, log scale and zoom. */
+  /** Creates a chart. All charts of a page share `settings`: axis, smoothing, log scale and zoom. */
   constructor(settings, { id, title, caption, height = 220, logs = false, floor = null, isNamed = false }) {
     this.settings = settings;
     this.title = title;
@@ -45,7 +45,7 @@ export class Chart {
     settings.charts.add(this);
   }
 
-  /** Shows these series: {label, color, xs, ys, low, high, unit, dashed}. */
+  /** Shows series of the form {label, color, xs, ys, low, high, unit, dashed}. */
   show(series, { bands = [], marks = [] } = {}) {
     this.series = series.filter((one) => one.xs.length);
     this.bands = bands;
@@ -155,7 +155,7 @@ export class Chart {
     return [low === this.floor ? low : low - room, high + room];
   }
 
-  /** The values of the curves at the pointer. */
+  /** Shows the values of the curves at the pointer in a tooltip. */
   point(plot, lines) {
     const { left, idx } = plot.cursor;
     const isHere = idx !== null && idx !== undefined && left >= 0;
@@ -205,7 +205,7 @@ export class Chart {
     plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
   }
 
-  /** Apply the shared zoom. */
+  /** Applies the shared zoom. */
   zoom() {
     const data = this.plot.data[0];
     let [min, max] = this.settings.zoomOver(this.extent ?? [data[0], data[data.length - 1]]);
@@ -226,7 +226,7 @@ export class Chart {
     return shortNumber(place, "");
   }
 
-  /** Update the legend, the newest values and the description for screen readers. */
+  /** Updates the legend, the newest value, and the description for screen readers. */
   describe() {
     const ends = this.series.map((one) => ({ ...one, last: lastOf(one.ys), first: one.ys.find((y) => y !== null) }));
     const broken = ends.reduce((sum, one) => sum + (one.nonfinite ?? 0), 0);

@@ -1,4 +1,4 @@
-// Runs side by side: showComparison(element, comparison) draws them over the same axis, with what differs on top.
+// Several runs side by side: their key figures, their differences, and their curves on a common axis.
 import { disclosure, el, fill, section, table } from "./dom.js";
 import { Chart } from "./chart.js";
 import { dot, seriesColor } from "./paint.js";
@@ -9,7 +9,7 @@ import { statePill, tilesOf } from "./summary.js";
 import { betterText, displayName } from "./format.js";
 import { lossesOf, modeOf } from "./metrics.js";
 
-/** Draws a comparison. Returns {settings, update(comparison), close()}. */
+/** Draws a comparison into an element. Returns {settings, update(comparison), close()}. */
 export function showComparison(element, comparison) {
   const settings = new Settings("whet-comparison");
   const charts = new Map();
@@ -125,7 +125,7 @@ function kindsOf(runs) {
     ["step", "samples_per_second", "speed", "Samples per second: rolling median. Higher is better.", { floor: 0 }],
     ["health", "memory/process", "memory of the process", "Memory of each process.", { floor: 0 }],
     ...(runs.every(isOnCpu)
-      ? [] // There it is what the process holds, once more.
+      ? [] // On the CPU, this would repeat the memory of the process.
       : [["health", "memory/allocated", "memory of tensors", "Memory of the tensors on the device.", { floor: 0 }]]),
     ["health", "utilization/gpu", "GPU utilization", "How busy the GPU was.", { floor: 0 }],
     ["step", "lr", "learning rate", "The learning rate schedules.", { floor: 0, steady: true }],

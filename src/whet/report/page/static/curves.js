@@ -1,14 +1,14 @@
-// Tracks of a report as series that a chart can draw.
+// Converts the tracks of a report to series that a chart can draw.
 
 const PERIODS = ["throttle", "pressure"];
 export const AXES = { step: "step", samples: "samples", seconds: "time" };
 
-/** The places of a track on an axis; null where a run does not tell. */
+/** Returns the x positions of a track on an axis, or null where they are unknown. */
 export function placesOf(track, axis) {
   return track[axis];
 }
 
-/** The curve of a track by name, or null. */
+/** Returns the curve of a track by name, or null. */
 export function lineOf(track, name) {
   return track?.lines.find((line) => line.name === name) ?? null;
 }
@@ -17,7 +17,7 @@ export function trackOf(report, source) {
   return report.tracks.find((track) => track.source === source) ?? null;
 }
 
-/** A series for a chart. Places that are unknown on this axis are left out, and x never runs backwards. */
+/** Returns a series for a chart. Points with an unknown x position are omitted, and x never decreases. */
 export function seriesOf(track, line, axis, more = {}) {
   const places = placesOf(track, axis);
   const xs = [],
@@ -26,7 +26,7 @@ export function seriesOf(track, line, axis, more = {}) {
     high = [];
   for (let i = 0; i < places.length; i++) {
     const x = places[i];
-    // A hole in the curve is where values were NaN; where nothing was written, the curve goes on.
+    // NaN leaves a gap in the curve, but the curve continues across points without a value.
     if (line.mean[i] === null && !line.nonfinite) continue;
     if (x === null || (xs.length && x < xs[xs.length - 1])) continue;
     if (xs.length && x === xs[xs.length - 1]) {
@@ -54,7 +54,7 @@ function at(line, place) {
   return [mean, line.low ? line.low[place] : mean, line.high ? line.high[place] : mean];
 }
 
-/** The same values without their noise: a mean that forgets, corrected for its beginning. */
+/** Returns an exponential moving average of the values, with bias correction. */
 export function smoothed(ys, weight) {
   let mean = 0,
     norm = 0;
@@ -66,7 +66,7 @@ export function smoothed(ys, weight) {
   });
 }
 
-/** The median of the values around each point, which single slow steps do not move. */
+/** Returns the median of the values around each point, which is robust against single slow steps. */
 export function rollingMedian(ys) {
   const reach = Math.max(2, Math.round(ys.length / 40));
   return ys.map((y, place) => {
@@ -77,7 +77,7 @@ export function rollingMedian(ys) {
   });
 }
 
-/** Where a step lies on an axis, by the optimizer steps of the run. */
+/** Returns the position of a step on an axis, interpolated between logged steps, or null. */
 export function placeOfStep(report, step, axis) {
   if (axis === "step") return step;
   const track = trackOf(report, "step");
@@ -95,7 +95,7 @@ export function placeOfStep(report, step, axis) {
   return places[left - 1] === null ? null : places[left - 1] + share * (places[left] - places[left - 1]);
 }
 
-/** Periods of heat, low power or memory pressure as bands of a chart. */
+/** Returns the slow periods of a run as bands of a chart. */
 export function bandsOf(report, axis) {
   return report.slow_periods
     .map((period) => ({
@@ -107,7 +107,8 @@ export function bandsOf(report, axis) {
     .filter((band) => band.from !== null && band.to !== null);
 }
 
-/** Events worth a line across the charts. Heat and memory pressure are bands, where they slowed steps down. */
+/** Returns the events that are drawn as vertical lines. Heat and memory pressure are excluded, because they are drawn
+ * as bands if they slowed down the steps. */
 export function marksOf(report, axis) {
   return report.timeline
     .filter(({ kind, tone }) => kind === "resume" || (["bad", "warn"].includes(tone) && !PERIODS.includes(kind)))

@@ -1,10 +1,10 @@
-// Creates elements. Names, logs and samples of a run come from anywhere: they are inserted as text, never as markup, and
+// Creates elements. Names, logs and samples of a run may be untrusted. They are inserted as text, never as markup, and
 // characters that reverse or hide other text are replaced.
 
-// Control characters but tab and line end, and those that turn the direction of writing.
+// Control characters except tab and newline, and characters that change the direction of text.
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 
-/** The children that are there, texts without what cannot be seen. */
+/** Returns the children without null, undefined and false, with invisible characters in text replaced. */
 function visible(children) {
   return children
     .flat(Infinity)
@@ -12,7 +12,7 @@ function visible(children) {
     .map((child) => (child instanceof Node ? child : String(child).replace(UNSEEN, "\ufffd")));
 }
 
-/** An element with attributes, handlers ("onclick"), CSS properties ("style") and children (text or elements). */
+/** Creates an element with attributes, handlers ("onclick"), CSS properties ("style"), and text or elements inside. */
 export function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -25,14 +25,14 @@ export function el(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** Puts these children in the place of all others. */
+/** Replaces all children of an element. */
 export function fill(element, ...children) {
   element.replaceChildren(...visible(children));
   return element;
 }
 
-/** Puts exactly these elements inside, in this order. Those in their order are not touched: a press that has begun on
- * one still ends on it. What had the focus has it still. */
+/** Makes these elements the children of an element, in this order. Elements that are already in order are not moved, so
+ * that a click in progress is not lost. The focus is kept. */
 export function arrange(element, wanted) {
   const kept = new Set(wanted);
   const focused = document.activeElement;
@@ -40,14 +40,14 @@ export function arrange(element, wanted) {
   wanted.forEach((child, place) => {
     const there = element.children[place] ?? null;
     if (there === child) return;
-    // One that goes down passes the others; they need not all go up.
+    // If an element moves down, move it alone, instead of moving up all elements after it.
     if (there?.nextElementSibling === child) element.append(there);
     else element.insertBefore(child, there);
   });
   if (focused !== document.activeElement && element.contains(focused)) focused.focus({ preventScroll: true });
 }
 
-/** A table; cells are text or elements, the first of each row is its header. */
+/** Creates a table. Cells are text or elements. The first cell of each row is its header. */
 export function table(header, rows, attributes = {}) {
   const head = el(
     "thead",
@@ -74,7 +74,7 @@ function textOf(cell) {
   return typeof cell === "string" ? cell : (cell?.textContent ?? "");
 }
 
-/** A collapsed section whose content is created when it is opened. */
+/** Creates a collapsed section, whose content is created each time it is opened. */
 export function disclosure(summary, make, attributes = {}) {
   const inside = el("div", { class: "inside" });
   const details = el("details", attributes, el("summary", {}, summary), inside);
@@ -84,7 +84,7 @@ export function disclosure(summary, make, attributes = {}) {
   return details;
 }
 
-/** A section of the page: a heading, one plain sentence of what it shows, and the thing itself. */
+/** Creates a section of the page: a heading, a sentence that explains the content, and the content. */
 export function section(id, title, sentence, ...children) {
   return el(
     "section",
@@ -94,7 +94,7 @@ export function section(id, title, sentence, ...children) {
   );
 }
 
-/** A small mark with a tone: good, plain, warn or bad. */
+/** Creates a small label with a tone: good, plain, live, warn or bad. */
 export function pill(words, tone = "plain") {
   return el("span", { class: `pill ${tone}` }, words);
 }

@@ -1,9 +1,9 @@
-// All events of a run but its steps, the newest first, fetched page by page.
+// The events of a run except steps and health readings, newest first, fetched page by page.
 import { el, fill, section, table } from "./dom.js";
 import { fetchJson } from "./server.js";
 import { formatCount, formatDate, formatValue } from "./format.js";
 
-/** The section; empty until it is opened. */
+/** Creates the section, which fetches events when the button is clicked. */
 export function eventsPart(id) {
   const place = el("div", {});
   let before = null;

@@ -1,4 +1,4 @@
-// Numbers, durations and names as readable text.
+// Formats numbers, durations and names for people.
 
 const BYTES = [
   ["TB", 2 ** 40],
@@ -36,7 +36,7 @@ export function formatCount(count) {
   return Math.round(count).toLocaleString("en-GB");
 }
 
-/** A number with four significant digits; NaN and infinity as words. */
+/** Formats a number with about four significant digits. NaN and infinity become words. */
 export function formatNumber(value) {
   if (value === null || value === undefined) return "–";
   if (!Number.isFinite(value)) return String(value);
@@ -60,7 +60,7 @@ export function formatValue(value) {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
-/** A value of a curve in its unit. */
+/** Formats the value of a curve with its unit. */
 export function formatUnit(value, unit) {
   if (value === null || value === undefined) return "–";
   if (unit === "bytes") return formatBytes(value);
@@ -75,7 +75,7 @@ export function formatDate(unixSeconds) {
   return new Date(unixSeconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
 }
 
-/** A field name as readable text: "grad_norm" becomes "gradient norm". */
+/** Returns a readable name for a field, such as "gradient norm" for "grad_norm". */
 export function displayName(name) {
   const known = {
     lr: "learning rate",
@@ -97,12 +97,12 @@ export function displayName(name) {
   return Object.hasOwn(known, name) ? known[name] : name.replaceAll("_", " ");
 }
 
-/** Which values of a metric are better: "min", "max", or null if nobody knows. */
+/** Returns a sentence that says which values are better, for the mode "min" or "max", or "" for an unknown mode. */
 export function betterText(mode) {
   return mode === "min" ? "Lower is better." : mode === "max" ? "Higher is better." : "";
 }
 
-/** A number on an axis, as short as possible. */
+/** Formats a number for the labels of an axis, as short as possible. */
 export function shortNumber(tick, unit) {
   if (tick === null || tick === undefined) return "";
   if (unit === "bytes") {

@@ -1,8 +1,8 @@
-// JSON has no NaN: such numbers are null, and a map at the top names them. This restores them.
+// Restores NaN and infinity, which JSON cannot represent: they are null, and the field "nonfinite" lists their paths.
 
 const NUMBERS = { nan: NaN, inf: Infinity, "-inf": -Infinity };
 
-/** The same object with its NaN and infinities. */
+/** Returns the object with NaN and infinities restored in place. */
 export function restoreNonFinite(object) {
   const { nonfinite: marks, ...rest } = object;
   for (const [path, word] of Object.entries(marks ?? {})) {

@@ -1,8 +1,8 @@
-// The layers of a curve: its values, their range, and smoothed values.
+// The layers of a curve that uPlot draws: its values, their range, and smoothed values.
 import { smoothed } from "./curves.js";
 import { faint } from "./paint.js";
 
-/** All series on one axis, and how each is drawn: the values, their range, and the values without noise. */
+/** Returns {data, lines, pairs}: columns for uPlot, how each is drawn, and the pairs of columns that form a range. */
 export function layersOf(series, { smoothing, isLog }) {
   const positive = (ys) => (isLog ? ys.map((y) => (y !== null && y > 0 ? y : null)) : ys);
   const tables = [];
@@ -30,7 +30,7 @@ export function layersOf(series, { smoothing, isLog }) {
   return { data: tables.length === 1 ? tables[0] : uPlot.join(tables), lines, pairs };
 }
 
-/** A layer as uPlot wants it. */
+/** Returns the uPlot options of a layer. */
 export function drawnLayer(line, color, hidden) {
   const stroke = color(line.color);
   if (line.role === "high" || line.role === "low")
@@ -45,7 +45,7 @@ export function drawnLayer(line, color, hidden) {
   };
 }
 
-/** The place of a value next to where the pointer is: curves that were joined have holes. */
+/** Returns the index of the value nearest to an index, because columns of joined curves have gaps. */
 export function nearest(column, found) {
   for (let off = 0; off < 60; off++) {
     for (const place of [found - off, found + off]) {

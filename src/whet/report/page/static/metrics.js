@@ -1,4 +1,4 @@
-// Which curves belong together in a chart, and whether lower or higher values are better.
+// Decides which curves share a chart, and whether lower or higher values are better.
 import { trackOf } from "./curves.js";
 import { displayName } from "./format.js";
 
@@ -7,23 +7,23 @@ const MOST_CHARTS = 8;
 const VALIDATION_LOSS = /^(val_|valid_|validation_|eval_|dev_)?(loss|cross_entropy)$/;
 const OWN_CHART = ["loss", "lr", "grad_norm", "samples_per_second"];
 
-/** The names of the training losses: one for each optimizer. */
+/** Returns the names of the training losses, one for each optimizer. */
 export function lossesOf(report) {
   const names = Object.keys(report.losses);
   return names.length ? names : ["loss"];
 }
 
-/** The metric that is the training loss on other samples, or null. */
+/** Returns the name of the metric that is the loss on validation samples, or null. */
 export function validationLoss(report) {
   return (trackOf(report, "eval")?.lines ?? []).find(({ name }) => VALIDATION_LOSS.test(name))?.name ?? null;
 }
 
-/** "min" if lower values are better, "max" if higher ones are, null if nobody knows. */
+/** Returns "min" if lower values are better, "max" if higher values are better, or null if unknown. */
 export function modeOf(report, line) {
   return line.name === report.goal ? report.goal_mode : line.mode;
 }
 
-/** Metrics of evaluations, related ones together, the goal first. */
+/** Returns groups of related evaluation metrics. The group with the goal comes first. */
 export function metricGroups(report) {
   const track = trackOf(report, "eval");
   const shared = validationLoss(report);
@@ -32,7 +32,7 @@ export function metricGroups(report) {
   return grouped(lines, report, (line, mode) => (isShare(line) && mode === "max" ? "scores" : familyOf(line.name)));
 }
 
-/** Other numbers of the steps, related ones together. */
+/** Returns groups of related numbers of the steps that have no chart of their own. */
 export function scalarGroups(report) {
   const taken = new Set([...OWN_CHART, ...lossesOf(report)]);
   const lines = (trackOf(report, "step")?.lines ?? []).filter(({ name }) => !taken.has(name));
@@ -53,7 +53,7 @@ function grouped(lines, report, keyOf) {
   });
 }
 
-/** "train/acc" and "train/f1" are of one family, and so are "halt_loss" and "value_loss". */
+/** Returns the group of a name. "train/acc" and "train/f1" are in one group, as are "halt_loss" and "value_loss". */
 function familyOf(name) {
   return name.includes("/") ? name.split("/")[0] : name.split("_").at(-1);
 }

@@ -1,18 +1,18 @@
 // Colors and markers.
 import { el } from "./dom.js";
 
-/** The colors of the page as they are now. */
+/** Returns a function that looks up a color of the current theme by name. */
 export function colors() {
   const style = getComputedStyle(document.documentElement);
   return (name) => style.getPropertyValue(`--${name}`).trim();
 }
 
-/** The color of the nth curve of a chart. */
+/** Returns the name of the color of the nth curve of a chart. */
 export function seriesColor(place) {
   return `series-${1 + (place % 8)}`;
 }
 
-/** Slow periods and notable events, behind the curves. */
+/** Draws slow periods and notable events behind the curves. */
 export function drawBehind(plot, { bands, marks }, color) {
   const { ctx } = plot;
   const { left, top, width, height } = plot.bbox;
@@ -39,17 +39,17 @@ export function drawBehind(plot, { bands, marks }, color) {
   ctx.restore();
 }
 
-/** The mark of a curve beside its name. */
+/** Creates the colored dot next to the name of a curve. */
 export function dot(color, isDashed = false) {
   return el("i", { class: isDashed ? "dot dashed" : "dot", style: { "--dot": `var(--${color})` } });
 }
 
-/** The mark on a curve where the pointer is. */
+/** Creates the dot on a curve at the pointer. */
 export function pointMark(color) {
   return el("div", { class: "u-cursor-pt", style: { background: color } });
 }
 
-/** A color that lets through what is behind it. */
+/** Returns a color with the given opacity. */
 export function faint(color, share) {
   return `color-mix(in srgb, ${color} ${100 * share}%, transparent)`;
 }

@@ -1,4 +1,4 @@
-// The plan: its settings, the measurements behind them, and planned against actual figures.
+// The plan: its settings, the measurements behind them, and planned versus actual figures.
 import { disclosure, el, pill, section, table } from "./dom.js";
 import { formatBytes, formatNumber, formatSeconds, formatValue } from "./format.js";
 import { plannedRows } from "./summary.js";
@@ -21,7 +21,7 @@ export function planPart(report) {
   const shown = settings.filter((one) => (one.value !== null && one.value !== "unused") || one.source === "you");
   if (!shown.length) return null;
   const order = { you: 0, measured: 1, rule: 2 };
-  // Array.sort is stable: settings of one source stay in their order.
+  // Array.sort is stable, so settings with the same source keep their order.
   shown.sort((a, b) => (order[a.source] ?? 3) - (order[b.source] ?? 3));
   const byRule = shown.filter((one) => one.source === "rule"),
     others = shown.filter((one) => one.source !== "rule");
@@ -73,7 +73,7 @@ export function evidencePart(report) {
   );
 }
 
-/** One scale for all candidates, so that they can be compared by eye: the same distance is the same ratio. */
+/** Returns a logarithmic scale for all candidates, on which equal distances are equal ratios. */
 function scaleOf(evidence) {
   const values = evidence
     .flatMap((group) => group.trials.flatMap((one) => [one.speedup, ...(one.interval ?? [])]))

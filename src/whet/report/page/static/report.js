@@ -1,4 +1,4 @@
-// The HTML report: its data is embedded in the page, and nothing is fetched.
+// The HTML report. Its data is embedded in the page, so nothing is fetched.
 import { el, fill } from "./dom.js";
 import { showComparison } from "./comparison.js";
 import { showRun } from "./run.js";

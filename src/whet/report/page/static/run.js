@@ -16,14 +16,14 @@ function linkTo({ id, title }) {
   return el("a", { href: `#${id}`, onclick: go }, title);
 }
 
-/** Links to the sections; kept where they did not change, so that a click is not lost to an update. */
+/** Updates the links to the sections, but only if they have changed, so that a click in progress is not lost. */
 function showLinks(nav, parts) {
   const wanted = parts.map((part) => ({ id: part.id, title: part.querySelector("h2").textContent }));
   const titles = wanted.map(({ title }) => title);
   if (titles.join() !== [...nav.children].map((link) => link.textContent).join()) fill(nav, wanted.map(linkTo));
 }
 
-/** Draws a run. Returns {settings, update(report), close()}. */
+/** Draws a run into an element. Returns {settings, update(report), close()}. */
 export function showRun(element, report) {
   const settings = new Settings("whet-run");
   const charts = new RunCharts(settings);
@@ -64,7 +64,7 @@ export function showRun(element, report) {
     for (const part of places) {
       const made = part.make(newer);
       const text = made?.textContent ?? "";
-      // Unchanged sections are kept: a disclosure in them may be open.
+      // Keep an unchanged section, because the user may have opened a disclosure in it.
       if (text !== part.seen || !part.place.childElementCount) fill(part.place, made ?? []);
       part.seen = text;
     }

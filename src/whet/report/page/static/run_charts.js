@@ -10,7 +10,7 @@ const MEMORY = ["allocated", "reserved", "process", "used", "swap", "limit"].map
 const USE = ["gpu", "cpu", "process"].map((name) => `utilization/${name}`);
 const HELD_OUT = "On samples the model does not train on.";
 
-/** What each chart shows: its curves as [source, name], and one plain sentence. */
+/** Returns the charts of a run, with curves as [source, name] and a caption. */
 function kinds(report) {
   const steps = (...names) => names.map((name) => ["step", name]);
   const health = trackOf(report, "health");
@@ -98,7 +98,7 @@ export class RunCharts {
         .map(([source, name], place) => ({ track: trackOf(report, source), name, place }))
         .map((one) => ({ ...one, line: lineOf(one.track, one.name) }))
         .filter(({ line, track }) => line && !isUseless(line, track, report));
-      // A single value is no curve; the figures at the top show it.
+      // Skip single values, which the figures at the top already show.
       if (!lines.some(({ line }) => kind.id === "loss" || numValues(line) > 1)) continue;
       let chart = this.charts.get(kind.id);
       if (!chart) {
@@ -109,7 +109,7 @@ export class RunCharts {
         });
         if (kind.wide) chart.element.classList.add("wide");
         this.charts.set(kind.id, chart);
-        // In its order: the goal is often evaluated later than other curves begin.
+        // Insert the chart in order, because some curves, such as the goal, begin later than others.
         if (before) before.after(chart.element);
         else this.element.prepend(chart.element);
       }
@@ -136,7 +136,7 @@ export class RunCharts {
   }
 }
 
-/** On the CPU there is no counter for tensors: memory is that of the process. */
+/** Returns whether the run is on the CPU, which has no memory counter for tensors, only for the process. */
 export function isOnCpu(report) {
   return report.settings.find((setting) => setting.name === "device")?.value === "cpu";
 }
@@ -155,7 +155,7 @@ function isUseless(line, track, report) {
   return line.name === "memory/allocated" && isOnCpu(report) && lineOf(track, "memory/process") !== null;
 }
 
-/** From the first to the last step, so that all charts have the same axis. */
+/** Returns the range of the x axis from the first to the last step, which all charts share. */
 export function extentOf(report, axis) {
   const places = report.tracks
     .flatMap((track) => [track[axis][0], track[axis][track[axis].length - 1]])

@@ -1,4 +1,4 @@
-// The list of runs: filtered, sorted, and with checkboxes to select runs to compare.
+// The list of runs, with a filter, sorting, and checkboxes that select runs to compare.
 import { arrange, el, fill } from "./dom.js";
 import { statePill } from "./summary.js";
 import { formatCount, formatNumber, formatSeconds } from "./format.js";
@@ -69,9 +69,9 @@ export class RunList {
     );
   }
 
-  /** Apply changes to runs, and to folders with runs of their own. */
+  /** Applies changes of runs, and of folders that contain more runs. */
   update({ runs, removed, groups, now }) {
-    // Times are those of the server, which may be another machine.
+    // Times are from the clock of the server, which may be another machine.
     this.ahead = now - Date.now() / 1000;
     const known = JSON.stringify(groups);
     if (known !== this.known) fill(this.groups, groups.map((one) => this.group(one)));
@@ -84,7 +84,7 @@ export class RunList {
     this.draw();
   }
 
-  /** A folder with more runs, such as those of a search, and the command to show them. */
+  /** Creates a line for a folder with more runs, such as those of a search, with the command that shows them. */
   group({ name, number }) {
     const path = `${this.folder}/${name}`;
     const quoted = /^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'"'"'`)}'`;
@@ -133,7 +133,7 @@ export class RunList {
     this.compare.href = `#/compare/${[...this.chosen].join(",")}`;
   }
 
-  /** Update the ages. */
+  /** Updates the ages of all runs. */
   tick() {
     for (const [id, { figures }] of this.rows) fill(figures.at(-1), this.ageOf(this.lines.get(id)));
   }
@@ -142,7 +142,7 @@ export class RunList {
     return `${formatSeconds(Math.max(0, Math.round(Date.now() / 1000 + this.ahead - line.updated)))} ago`;
   }
 
-  /** The row of a run with its newest figures. Links and checkboxes stay the same elements, so that no click is lost. */
+  /** Returns the row of a run with its newest figures. It reuses links and checkboxes, so that no click is lost. */
   row(line) {
     if (!this.rows.has(line.id)) this.rows.set(line.id, this.newRow(line));
     const { element, mark, caption, figures } = this.rows.get(line.id);
@@ -189,14 +189,14 @@ function figuresOf(line) {
   ];
 }
 
-/** The newest loss, or that of each optimizer. */
+/** Formats the newest loss, or that of each optimizer. */
 function lossText({ loss, losses }) {
   const named = Object.entries(losses ?? {}).filter(([, value]) => value !== null);
   if (!named.length) return formatNumber(loss);
   return named.map(([name, value]) => `${name.replace(/^loss_/, "")} ${formatNumber(value)}`).join(", ");
 }
 
-/** The training loss as a small area. Values far above the others, such as the first ones, are cut off at the top. */
+/** Draws the training loss as a small area. Values far above the others, such as the first ones, are clipped. */
 function sparkline({ sparkline: values = [] }) {
   const finite = values.filter((value) => Number.isFinite(value)).sort((a, b) => a - b);
   if (finite.length < 2) return el("span", { class: "none" }, "");

@@ -1,7 +1,7 @@
 // Requests to the server.
 import { restoreNonFinite } from "./json.js";
 
-/** GET a JSON resource and its ETag; throws an Error with the text and status of any answer but 200. */
+/** Fetches a JSON resource and its ETag. Throws an Error with text and status for any response other than 200. */
 export async function fetchJson(path, signal) {
   const answer = await fetch(path, { credentials: "same-origin", cache: "no-cache", signal });
   if (answer.status !== 200) {

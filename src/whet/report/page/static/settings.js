@@ -1,4 +1,4 @@
-// Settings that all charts of a page share (axis, smoothing, scale, zoom), and the bar to change them.
+// Settings that all charts of a page share (axis, smoothing, scale, zoom), and the toolbar that changes them.
 import { el, fill } from "./dom.js";
 import { AXES } from "./curves.js";
 
@@ -27,7 +27,7 @@ export class Settings {
     this.onzoom();
   }
 
-  /** Shows a part of the axis in every chart; null for all of it. */
+  /** Zooms all charts to a range of the axis, or shows all of it for null. */
   setZoom(range) {
     this.zoomed = range;
     this.onzoom();
@@ -40,7 +40,7 @@ export class Settings {
   }
 }
 
-/** The bar above the charts. */
+/** Creates the toolbar above the charts. */
 export function settingsBar(settings) {
   const axes = Object.entries(AXES).map(([axis, words]) =>
     el(

@@ -9,7 +9,7 @@ export function statePill(state) {
   return pill(state, STATES[state] ?? "plain");
 }
 
-/** Name, state, one sentence, and the figures. */
+/** Creates the summary: name, state, a line about recipe and machine, progress, notices and key figures. */
 export function runSummary(report) {
   return el(
     "header",
@@ -33,7 +33,7 @@ function leadOf(report) {
   return `${parts.join(" · ")}.`;
 }
 
-/** Why the run ended; a notice with the traceback if it failed. */
+/** Creates the reason why the run ended, with the traceback if it failed. */
 function endOf(report) {
   if (!report.reason) return null;
   const tone = report.state === "failed" ? "notice bad" : "says";
@@ -67,7 +67,7 @@ function inexactOf(report) {
   );
 }
 
-/** The newest and best values of a run; each with a name, a figure and a remark. */
+/** Returns the key figures of a run, each with a name, a figure and a remark. */
 export function tilesOf(report) {
   const tiles = [];
   const { loss, losses, goal, goal_value: value } = report;
@@ -147,7 +147,7 @@ function tile({ name, figure, remark, isGoal }) {
   );
 }
 
-/** Planned and actual figures, side by side. */
+/** Returns planned and actual figures as text, with their ratio. */
 export function plannedRows(report) {
   return report.planned_vs_actual.map((one) => {
     const ratio = one.is_comparable && one.planned && one.actual ? one.actual / one.planned : null;

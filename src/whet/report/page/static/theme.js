@@ -1,10 +1,10 @@
-// Light or dark theme: the system's, until the user chooses; always light in print.
+// Light or dark theme: that of the system unless the user has chosen one, and always light in print.
 import { el, fill } from "./dom.js";
 
 const KEY = "whet-theme";
 const CHOICES = ["auto", "light", "dark"];
 
-/** A button that goes through auto, light and dark; `redraw` draws what is painted on canvases. */
+/** Creates a button that cycles through auto, light and dark. `redraw` draws the canvases again. */
 export function themeButton(redraw) {
   let choice = remembered();
   const button = el("button", {
@@ -23,7 +23,7 @@ export function themeButton(redraw) {
     try {
       localStorage.setItem(KEY, theme);
     } catch {
-      // A file that was opened without a place to remember things.
+      // localStorage may be unavailable, for example for a local file.
     }
     apply(theme);
   };

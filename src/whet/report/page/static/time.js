@@ -1,4 +1,4 @@
-// Where the time of the run went: phases of a step, and epochs.
+// Where the time of the run was spent, by phase and by epoch.
 import { el, section, table } from "./dom.js";
 import { dot } from "./paint.js";
 import { formatBytes, formatPercent, formatSeconds } from "./format.js";

@@ -1,4 +1,4 @@
-// The live page: a list of runs, one run, or several side by side, kept up to date while it is visible.
+// The live page: a list of runs, one run, or several runs side by side, updated while the page is visible.
 import { el, fill } from "./dom.js";
 import { showComparison } from "./comparison.js";
 import { eventsPart } from "./events.js";
@@ -11,7 +11,7 @@ const POLL_MS = 1000;
 const LATER_MS = 5000;
 const SILENT_MS = 45000;
 const TICK_MS = 10000;
-// HTTP statuses: the key is not valid any more; no such run.
+// HTTP statuses for a key that is no longer valid, and for a run that does not exist.
 const REFUSED = 401;
 const GONE = 404;
 const RESTARTED_TEXT = "not connected: the server was restarted; open the link that it printed";
@@ -36,7 +36,7 @@ fill(
   themeButton(redraw),
 );
 
-/** Show what the URL names. */
+/** Shows the run, the comparison or the list that the URL names. */
 function go() {
   shown?.close();
   shown = null;
@@ -67,7 +67,7 @@ function drawComparison(comparison) {
   return made;
 }
 
-/** Data that is fetched again every second while the page is visible. */
+/** Base class for views whose data is fetched again every second while the page is visible. */
 class LiveData {
   constructor(path) {
     this.path = path;
@@ -76,7 +76,8 @@ class LiveData {
     document.addEventListener("visibilitychange", this.seen);
   }
 
-  /** One request at a time. A connection may be dead without an error, behind a tunnel or after a sleep. */
+  /** Fetches the data, one request at a time. A request is aborted after a while, because a connection through a tunnel
+   * or after a sleep may be dead without an error. */
   async fetch() {
     clearTimeout(this.timer);
     if (this.isClosed || this.isFetching || document.visibilityState === "hidden") return;
@@ -100,7 +101,7 @@ class LiveData {
     if (!this.isClosed) this.timer = setTimeout(() => this.fetch(), pause);
   }
 
-  /** Show why there is nothing to show. The next request may succeed. */
+  /** Shows why a request failed. The next request may succeed. */
   explain({ message, status }) {
     if (!this.isDrawn)
       fill(
@@ -108,7 +109,7 @@ class LiveData {
         el("p", { class: "notice bad" }, message),
         el("p", {}, el("a", { href: "#/" }, "all runs")),
       );
-    // A run may come back unchanged.
+    // Show the run again when it is back, even if it is unchanged.
     this.tag = null;
     if (!status) showStatus("not connected; trying again");
     else if (status === REFUSED) showStatus(RESTARTED_TEXT);
@@ -123,7 +124,7 @@ class LiveData {
   }
 }
 
-/** One run, or several. */
+/** The view of one run, or of several runs side by side. */
 class RunView extends LiveData {
   constructor(ids, path, draw) {
     super(path);
@@ -156,7 +157,7 @@ class RunView extends LiveData {
   }
 }
 
-/** The list of all runs. */
+/** The view of the list of all runs. */
 class List extends LiveData {
   constructor() {
     super("/api/runs");
@@ -186,6 +187,6 @@ class List extends LiveData {
   }
 }
 
-// Last: classes do not exist before their definition.
+// This must come last, because classes cannot be used before their definition.
 addEventListener("hashchange", go);
 go();
