@@ -29,7 +29,7 @@ class CheckFinding(FrozenModel):
 
 
 class CheckResult(CheckFinding):
-    """A finding in the report, with the name and duration of its check."""
+    """A finding in the report, with the name and duration in seconds of its check."""
 
     group: str
     name: str
@@ -49,7 +49,7 @@ class DeviceUnderTest:
 
     device: "AbstractDevice"
     name: str
-    """The name as the user types it: mps, cuda:1, cpu."""
+    """The name as the user types it, such as mps, cuda:1 or cpu."""
     is_virtual: bool
 
     @property
@@ -75,7 +75,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckGroup:
-    """Checks that run one after another in one process."""
+    """Checks that run one after another in the same process."""
 
     name: str
     table: str
@@ -116,7 +116,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _json_figures(figures: Mapping[str, Figure]) -> dict[str, Figure]:
-    """Round floats to four digits; convert NaN and Inf to text, because JSON cannot represent them."""
+    """Round floats to four digits. Convert NaN and Inf to text, because JSON cannot represent them."""
     return {name: _round(value) if isinstance(value, float) else value for name, value in figures.items()}
 
 

@@ -8,27 +8,28 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-# A folder may have spaces in its name, as in "/Volumes/My disk/x.pt"; with more than three it is taken for a sentence.
+# The name of a folder may contain up to three spaces, as in "/Volumes/My disk/x.pt". With more, it is probably a
+# sentence.
 _FOLDER = r"/[^\s/:'\"<>,;()~]+(?: [^\s/:'\"<>,;()~]+){0,3}(?=/)"
 _PATH = re.compile(rf"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:(?:{_FOLDER})+|(?<=~))/[^\s/:'\"<>,;()]+/?")
 # A quoted path may contain spaces anywhere.
 _QUOTED_PATH = re.compile(r"""(['"`])(?:~|/)[^'"`\n]*/([^'"`/\n]*)/?\1""")
 _HOME = re.compile(r"/(?:Users|home)/[^\s/:'\"<>,;()]+")
 _IDENTIFIERS = (
-    # Of a Mac, a disk or a GPU.
+    # UUIDs of a Mac, a disk or a GPU.
     ("(id)", re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b", re.IGNORECASE)),
     ("(address)", re.compile(r"\b(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}\b", re.IGNORECASE)),
     ("(address)", re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")),
     (r"\1(serial)", re.compile(r"(serial(?:[ _]?number)?['\"]?\s*[:=]?\s*['\"]?)(?=\w*\d)\w{5,}", re.IGNORECASE)),
-    # Apple's serial numbers: ten to twelve capitals and digits.
+    # Serial numbers of Apple are ten to twelve capital letters and digits.
     ("(serial)", re.compile(r"\b(?=[A-Z]*\d)(?=\d*[A-Z])[A-Z0-9]{10,12}\b")),
 )
-# Replacing a name of one letter would garble the text.
+# Replacing a one-letter name would garble the text.
 _MIN_NAME_LENGTH = 2
 
 
 def redact(text: str) -> str:
-    """Shorten paths to their last component; remove names of the user and the computer, addresses and serial numbers.
+    """Shorten paths to their last component, and remove names of the user and the host, addresses and serial numbers.
 
     >>> redact("dlopen(/Users/anna/venv/lib/libtorch.dylib) failed")
     'dlopen(.../libtorch.dylib) failed'
@@ -39,7 +40,7 @@ def redact(text: str) -> str:
 
 
 def redact_identifiers(text: str) -> str:
-    """Do the same without names, for a text that comes from another computer. Redacted text stays as it is."""
+    """Redact everything except names, for text from another computer. Text that is already redacted is unchanged."""
     for replacement, pattern in (*_IDENTIFIERS, ("~", _HOME)):
         text = pattern.sub(replacement, text)
     text = _QUOTED_PATH.sub(r"\1.../\2\1", text)
@@ -49,7 +50,7 @@ def redact_identifiers(text: str) -> str:
 @lru_cache(maxsize=1)
 def _name_patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
     host = platform.node()
-    # Replace the home folder first: its components may be names that are replaced later.
+    # Replace the home folder first, because its components may be names that are replaced later.
     names = [("~", str(Path.home())), ("(host)", host), ("(host)", host.split(".")[0])]
     names += [("(user)", name) for name in _user_names()]
     return tuple(
@@ -60,7 +61,7 @@ def _name_patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 
 def _user_names() -> tuple[str, ...]:
-    """Return the full name and the login name of the user, as far as they are known."""
+    """Return the full name and the login name of the user, or nothing if they are unknown."""
     try:
         return pwd.getpwuid(os.getuid()).pw_gecos.split(",")[0], getpass.getuser()
     except (OSError, KeyError):

@@ -1,4 +1,4 @@
-"""Render a doctor report as text: one line per group, and problems in full."""
+"""Render a doctor report as text, with one line per group, and all problems."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from whet.doctor.report import DoctorReport
 from whet.machine.render import machine_line, system_state_lines
 
 _ORDER: tuple[Verdict, ...] = ("good", "differs", "failed", "not applicable", "skipped")
-# Problems beyond this number are counted, not listed.
+# Problems beyond this number are only counted.
 _MAX_LINES = 25
 # The load per core above which speeds are unreliable.
 _BUSY_LOAD = 0.5
@@ -44,13 +44,13 @@ def _describe_load(report: DoctorReport) -> str:
     load = "unknown" if report.load_per_core is None else f"{report.load_per_core:.1f}"
     count = report.num_busy_processes
     if not count:
-        # Both can be true: the load is a mean over a minute, and many small processes add up.
+        # This is possible, because the load is a mean over a minute, and many small processes add up.
         return f"load {load} per core in the last minute, though no single process is heavy now"
     return f"{count} heavy process{'' if count == 1 else 'es'}, load {load} per core"
 
 
 def render_group(name: str, results: Sequence[CheckResult]) -> str:
-    """Return the line of a group: how many of its checks are good, differ, and so on.
+    """Return the line of a group, which counts its checks by verdict.
 
     >>> render_group("parity", [CheckResult(group="parity", name="x", verdict="good", what="", seconds=2.0)])
     'parity       1 good, in 2.0 s'

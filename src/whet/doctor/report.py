@@ -1,6 +1,6 @@
-"""Run all checks of a device within a time budget and return a report without personal data.
+"""Run all checks of a device within a time budget, and return a report without personal data.
 
-This module does not import torch; the child processes do.
+This module does not import torch. The child processes do.
 """
 
 import json
@@ -28,8 +28,8 @@ from whet.run.folder import installed_versions
 FORMAT_VERSION = 1
 BUDGET_SECONDS = 120.0
 
-# "0" disables the CPU fallback, so that a missing operator is reported as missing whatever the user has set. One
-# thread: small kernels on many threads are very slow on a busy machine. Only the speed checks use all threads.
+# Disable the CPU fallback, so that a missing operator is reported as missing, whatever the user has set. Use one
+# thread, because small kernels on many threads are very slow on a busy machine. Only the speed checks use all threads.
 _STEADY = {FALLBACK: "0", "OMP_NUM_THREADS": "1"}
 
 GROUPS = (
@@ -41,18 +41,18 @@ GROUPS = (
     CheckGroup(name="speeds", table="whet.doctor.checks.speeds:CHECKS"),
 )
 
-# Called with the name of a group when it starts, and with each result when it is available.
+# Called with the name of a group and None when it starts, and with the name and each result when it is available.
 CheckCallback = Callable[[str, CheckResult | None], None]
 
 
 class DoctorReport(FrozenModel):
-    """The results of all checks of one device. The report does not identify the owner."""
+    """The results of all checks of one device. The report does not identify its owner."""
 
     format_version: Literal[1] = 1
     whet: str
     device: str
     is_virtual: bool
-    """Whether the device was simulated. The results then do not describe a real Mac."""
+    """Whether the device was simulated, so that the results do not describe a real Mac."""
     is_quick: bool
     started: str
     finished: str
@@ -61,9 +61,9 @@ class DoctorReport(FrozenModel):
     system_state: SystemState
     system_state_after: SystemState
     num_busy_processes: int
-    """Other processes that used a whole core or 10 % of the memory at the start. Their names are left out."""
+    """Number of other processes that used about a core or 10 % of the memory at the start. Names are omitted."""
     load_per_core: float | None = None
-    """Runnable processes per core in the minute before the start. Above 1, all speeds are too low."""
+    """Load average per core in the minute before the start. Above 1, all speeds are too low."""
     versions: dict[str, str | None]
     checks: tuple[CheckResult, ...]
 
@@ -81,7 +81,7 @@ def run_doctor(
     show: CheckCallback | None = None,
     groups: Sequence[CheckGroup] = GROUPS,
 ) -> DoctorReport:
-    """Run every check on a device. A check that raises, crashes, hangs or exceeds the budget also yields a result."""
+    """Run every check on a device. A check that raises, crashes, hangs or exceeds the budget has a result too."""
     _validate_device_name(device)
     started, ends_at = _now(), time.monotonic() + budget_seconds
     load_per_core = _load_per_core()
@@ -115,19 +115,22 @@ def run_doctor(
         finished=_now(),
         budget_seconds=budget_seconds,
         machine=_redact_machine(machine),
-        # The names of busy processes may be private, so report only their number.
+        # Names of busy processes may be private, so report only their number.
         system_state=probed.system_state.model_copy(update={"busy": ()}),
         system_state_after=read_system_state(),
         num_busy_processes=len(probed.system_state.busy),
         load_per_core=load_per_core,
-        # The kernel of Linux may be named after a company; `machine` holds the system.
+        # The platform contains the name of the Linux kernel, which may name a company. `machine` has the system.
         versions={name: version for name, version in installed_versions().items() if name != "platform"},
         checks=tuple(results),
     )
 
 
 def choose_device(name: str, machine: Machine) -> str:
-    """Return the device to examine: the requested one, or the one that training would use. Raises UsageError."""
+    """Return the device to examine: the requested one, or for "auto" the one that training would use.
+
+    Raise WhetError if torch cannot be imported, or UsageError if the machine has no such device.
+    """
     if machine.torch.error is not None:
         raise WhetError("torch cannot be imported", got=redact(machine.torch.error), try_="whet probe shows more")
     kind, _, index = name.partition(":")
@@ -149,7 +152,7 @@ def _validate_device_name(name: str) -> None:
 
 
 def report_bytes(report: DoctorReport) -> bytes:
-    """Return the report as the bytes of a small JSON file to share: a line for each check, and no empty fields."""
+    """Return the report as the bytes of a small JSON file to share, with one line per check and no default values."""
     data = {"format_version": FORMAT_VERSION, **report.model_dump(mode="json", exclude_defaults=True)}
     checks = ",\n".join(f"  {json.dumps(check, allow_nan=False)}" for check in data.pop("checks"))
     head = json.dumps(data, indent=1, allow_nan=False).removesuffix("\n}")
@@ -157,7 +160,7 @@ def report_bytes(report: DoctorReport) -> bytes:
 
 
 def _write_machine(virtual: Machine, folder: Path) -> Path:
-    """Write the virtual machine to a file, which the child processes read."""
+    """Write the virtual Mac to a file for the child processes, and return its path."""
     path = folder / "machine.json"
     name, sources = virtual.name.removesuffix(" (virtual)"), virtual.sources[:-1]
     path.write_text(json.dumps(virtual.model_copy(update={"name": name, "sources": sources}).as_json()))
@@ -181,7 +184,7 @@ def _redact_result(result: CheckResult) -> CheckResult:
 
 
 def _redact_machine(machine: Machine) -> Machine:
-    """Redact the free texts of a machine. Names of chips and systems come from fixed lists."""
+    """Redact the free text in the facts about a machine. Names of chips and systems are not personal."""
     error = machine.torch.error
     torch = machine.torch.model_copy(update={"error": error and redact(error)})
     absent = tuple(device.model_copy(update={"reason": redact(device.reason)}) for device in machine.absent)

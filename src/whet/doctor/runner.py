@@ -1,7 +1,7 @@
 """Run checks in child processes with time limits.
 
-Each group of checks has its own process. If the process crashes or hangs, that is the result of the current check, and
-the remaining checks run in a new process.
+Each group of checks has its own process. If the process crashes or hangs, this becomes the result of the current check,
+and the remaining checks run in a new process.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from whet.doctor.check import Check, CheckFinding, CheckGroup, CheckResult, Devi
 if TYPE_CHECKING:
     from whet.device.abstract import AbstractDevice
 
-# The maximum time for importing torch and opening the device.
+# Time limit for importing torch, and for opening the device.
 START_SECONDS = 90.0
 
 
@@ -35,7 +35,7 @@ class CheckListing(FrozenModel):
     issue: int | None
 
 
-# A placeholder for the checks of a group that could not be loaded.
+# A placeholder for all checks of a group whose list could not be loaded.
 _ALL = CheckListing(name="all", limit_seconds=0, is_quick=True, issue=None)
 
 
@@ -55,7 +55,7 @@ class CheckRunner:
     def run(self, group: CheckGroup) -> Iterator[CheckResult]:
         """Yield the results of one group as they arrive."""
         done = 0
-        # Until the child lists its checks, one placeholder stands for all of them.
+        # Until the child lists its checks, use the placeholder.
         checks: tuple[CheckListing, ...] = (_ALL,)
         while done < len(checks) and not self.is_over:
             process = _CheckProcess(self, group, first=done)
@@ -68,7 +68,7 @@ class CheckRunner:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is up. Checks that were not reached then have no result."""
+        """Whether the deadline has passed."""
         return self.ends_at <= time.monotonic()
 
     @property
@@ -94,7 +94,7 @@ class _CheckProcess:
 
     def __init__(self, runner: CheckRunner, group: CheckGroup, *, first: int) -> None:
         self.checks: tuple[CheckListing, ...] = ()
-        """All checks of the group; empty if they could not be loaded."""
+        """All checks of the group, or empty if they could not be loaded."""
         self._runner, self._group, self._first = runner, group, first
 
     def results(self) -> Iterator[CheckResult]:
@@ -128,7 +128,7 @@ class _CheckProcess:
             return None
 
     def _await(self, worker: JsonWorker, check: CheckListing) -> tuple[CheckResult | None, bool]:
-        """Return the result of a check, and whether the process can continue with the next check."""
+        """Return the result of a check, or None if the deadline has passed, and whether the process can continue."""
         runner, group, start = self._runner, self._group, time.monotonic()
         left = runner.ends_at - start
         if left <= 0:
@@ -139,7 +139,7 @@ class _CheckProcess:
             finding = failed(f"the process died: {worker.describe_exit()}", outcome="died")
         except WorkerTimeoutError:
             seconds = time.monotonic() - start
-            # The budget ended first: nothing is known about the check. Otherwise the check hung.
+            # If the budget ended before the limit of the check, its result is unknown. Otherwise it hung.
             if left < check.limit_seconds:
                 budget = f"the budget of {runner.budget_seconds:.0f} s was used up"
                 finding = skipped(f"stopped after {seconds:.0f} s: {budget}")
@@ -152,12 +152,12 @@ class _CheckProcess:
 
 def _finding(response: dict[str, Any], worker: JsonWorker) -> CheckFinding:
     finding = CheckFinding.model_validate(response["finding"])
-    # The driver may report an error although Python saw none.
+    # The driver may report an error on stderr that does not reach Python.
     lines = worker.read_stderr(response["stderr_bytes"]).splitlines()
     fault = next((line.strip()[:300] for line in lines if any(fault in line for fault in METAL_FAILURES)), None)
     if fault is None:
         return finding
-    # The reason follows on a separate line. A kill by the display's watchdog is not a fault of the device.
+    # The reason follows on a separate line. It is not a fault of the device if the display's watchdog stopped the work.
     if any(text in line for line in lines for text in WATCHDOG_TEXTS):
         fault = "macOS stopped its work for the display; try again with the display asleep, or through SSH"
     return failed(f"the GPU reported: {fault}", **{**finding.figures, "outcome": "silent fault"})
@@ -179,7 +179,7 @@ def _result(group: CheckGroup, check: CheckListing, finding: CheckFinding, *, se
 
 
 def run_checks(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
-    """List the checks, open the device and run the checks in order, with one message each."""
+    """Send the list of checks, open the device, and run the checks in order, with a message for each."""
     checks = [check for check in load_checks(arguments["table"]) if check.is_quick or not arguments["only_quick"]]
     fields = ("name", "limit_seconds", "is_quick", "issue")
     channel.send({"checks": [{name: getattr(check, name) for name in fields} for check in checks]})
@@ -193,7 +193,7 @@ def run_checks(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
         start = time.perf_counter()
         finding = run_check_safely(check, device)
         seconds = time.perf_counter() - start
-        # The size of stderr shows which check a driver message belongs to.
+        # From the size of stderr, the parent knows which check a message of the driver belongs to.
         channel.send({"seconds": seconds, "finding": finding.as_json(), "stderr_bytes": os.fstat(2).st_size})
     return 0
 
@@ -204,7 +204,7 @@ def load_checks(table: str) -> list[Check]:
 
 
 def run_check_safely(check: Check, device: DeviceUnderTest) -> CheckFinding:
-    """Run a check and convert an exception to a finding."""
+    """Run a check. Convert an exception to a finding."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

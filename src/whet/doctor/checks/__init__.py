@@ -1,1 +1,1 @@
-"""The checks. The only part of the doctor that imports torch."""
+"""The checks, which are the only part of the doctor that imports torch."""

@@ -1,4 +1,4 @@
-"""Checks that compare an operator on the device with the CPU, forward and backward."""
+"""Make checks that compare an operator on the device with the CPU, forward and backward."""
 
 import copy
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def operator(
     tolerance: float = FP32_TOLERANCE,
     is_quick: bool = False,
 ) -> Check:
-    """Return a check of a function of tensors. Floating-point inputs require gradients."""
+    """Return a check of a function of tensors: its outputs, and the gradients of floating-point inputs."""
 
     def run(target: DeviceUnderTest) -> CheckFinding:
         return compare_with_cpu(lambda where: forward_and_backward(compute, inputs, where), target, tolerance=tolerance)
@@ -65,10 +65,10 @@ def draw_integers(*shape: int, below: int, seed: int = 0) -> Tensor:
 
 
 def forward_and_backward(compute: Callable[..., Any], inputs: tuple[Tensor, ...], where: torch.device) -> Any:
-    """Return the outputs, and the input gradients for fixed output gradients."""
-    # Copy the inputs, on the CPU too: an in-place operator must not change them for the other device.
+    """Return the outputs, and the gradients of the inputs for fixed gradients of the outputs."""
+    # Copy the inputs, on the CPU too, because an in-place operator would change them for the other device.
     moved = [t.clone().to(where).requires_grad_(t.is_floating_point()) for t in inputs]
-    # Pass views, because an in-place operator must not get a leaf tensor.
+    # Pass views, because autograd forbids in-place operators on leaf tensors.
     outputs = tensor_leaves(compute(*[t.view_as(t) if t.requires_grad else t for t in moved]))
     roots = [output for output in outputs if output.requires_grad]
     if roots:
@@ -80,7 +80,7 @@ def forward_and_backward(compute: Callable[..., Any], inputs: tuple[Tensor, ...]
 def compare_with_cpu(
     compute: Callable[[torch.device], Any], target: DeviceUnderTest, *, tolerance: float = FP32_TOLERANCE
 ) -> CheckFinding:
-    """Compute on the CPU and on the device, and compare the results. Errors on the device are explained."""
+    """Compute on the CPU and on the device, and compare the results. Convert errors on the device to findings."""
     expected = compute(torch.device("cpu"))
     try:
         result = compute(target.torch_device)
@@ -90,7 +90,7 @@ def compare_with_cpu(
 
 
 def compare_results(result: Any, expected: Any, *, tolerance: float, right: str, wrong: str) -> CheckFinding:
-    """Compare a result with the expected one and return the finding."""
+    """Compare a result with the expected one, and return a finding with the text `right` or `wrong`."""
     error = relative_error(result, expected)
     if error <= tolerance:
         return good(right, error=error)
@@ -98,7 +98,7 @@ def compare_results(result: Any, expected: Any, *, tolerance: float, right: str,
 
 
 def _explain_error(error: Exception) -> CheckFinding:
-    """Return a finding for an operator error: missing according to torch's operator list, or unexpected."""
+    """Return a finding for an error. An operator without an MPS kernel in torch's operator list is not a problem."""
     text = str(error)
     if isinstance(error, NotImplementedError) and _MISSING in text:
         name = text.partition("'aten::")[2].partition("'")[0]

@@ -24,9 +24,9 @@ _VARIABLES = (
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
 )
-# Read at import, before the device is opened, because opening the device sets the watermarks.
+# Read the variables at import, because opening the device sets the watermarks.
 _AS_STARTED = {name: env.read(name) for name in _VARIABLES}
-# Report only numbers and switches. Anything else, such as the identifier of a GPU, is private.
+# Report only numbers and switches. Other values, such as the identifier of a GPU, may be private.
 _PLAIN = re.compile(r"[0-9.,]{1,8}")
 _SENSORS = ("thermal", "memory_pressure", "swap_used_bytes", "power_source", "low_power_mode", "gpu_busy_percent")
 
@@ -55,7 +55,7 @@ def _memory_limit(target: DeviceUnderTest) -> CheckFinding:
 
 
 def _sensors(target: DeviceUnderTest) -> CheckFinding:
-    """Report which sensors can be read."""
+    """Report which sensors of a Mac can be read."""
     system_state = read_system_state()
     values: dict[str, Figure] = {name: getattr(system_state, name) for name in _SENSORS}
     unread = [name.replace("_", " ") for name, value in values.items() if value is None]

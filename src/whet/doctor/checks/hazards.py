@@ -1,7 +1,7 @@
-"""Checks for known silent bugs of devices, each reduced to a few operators.
+"""Checks for known silent bugs on devices, each reduced to a few operators.
 
-The number of a check is the issue or pull request at pytorch/pytorch that describes the bug. Most checks were written
-from those descriptions alone, without a Mac to reproduce them on.
+The number of a check is the issue or pull request in pytorch/pytorch that describes the bug. Most checks were written
+from these descriptions alone, without a Mac to reproduce the bugs.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, first_line, 
 from whet.doctor.checks.compare import compare_results, draw, forward_and_backward
 from whet.verify.tolerance import FP32_TOLERANCE, HALF_TOLERANCES
 
-# Returns the result of the device and the correct result.
+# Returns the result on the device and the correct result.
 Attempt = Callable[[DeviceUnderTest], tuple[Any, Any]]
 
 CHECKS: list[Check] = []
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 def _hazard(
     issue: int, what: str, *, tolerance: float = FP32_TOLERANCE, may_raise: bool = False, is_quick: bool = False
 ) -> Callable[[Attempt], Attempt]:
-    """Add a function to CHECKS. Set `may_raise` if an error of the device is an acceptable result."""
+    """Return a decorator that adds a function to CHECKS. Set `may_raise` if a RuntimeError is an acceptable result."""
 
     def add(attempt: Attempt) -> Attempt:
         run = partial(_compare_hazard, attempt, tolerance, may_raise)
@@ -144,7 +144,7 @@ def _permuted(target: DeviceUnderTest) -> tuple[Any, Any]:
 def _causal(target: DeviceUnderTest) -> tuple[Any, Any]:
     q, k, v = (draw(1, 4, 64, 64, seed=seed) for seed in range(3))
     later_k, later_v = k.clone(), v.clone()
-    # Use an odd position: a mask that is applied once per block of rows leaks only inside the block.
+    # Use an odd position, because a mask that is applied once per block of rows leaks only within a block.
     seen = 29
     later_k[:, :, seen:], later_v[:, :, seen:] = 5.0, -3.0
     result, expected = [], []
@@ -183,7 +183,7 @@ def _large_scores(target: DeviceUnderTest) -> tuple[Any, Any]:
 def _converting_copy(target: DeviceUnderTest) -> tuple[Any, Any]:
     whole = draw(4_100)
     source = target.put(whole)
-    # Start at an offset: the bug used the source as scratch memory only there.
+    # Start at an offset, because only then the bug used the source as scratch memory.
     copied = source[100:].to("cpu", torch.float16)
     counted = source[100:].to("cpu", torch.int32)
     return (copied.float(), counted, source), (whole[100:], whole[100:].to(torch.int32), whole)
@@ -277,7 +277,7 @@ def _strided_draws(target: DeviceUnderTest) -> tuple[Any, Any]:
 
 @_hazard(141457, "multinomial from a non-contiguous tensor")
 def _strided_multinomial(target: DeviceUnderTest) -> tuple[Any, Any]:
-    # Each row has exactly one possible answer, so the draw is deterministic.
+    # Each row has exactly one possible outcome, so the draw is deterministic.
     certain = torch.eye(6)[torch.tensor([3, 1, 4, 0, 5, 2])]
     drawn = target.put(certain.t().contiguous()).t().multinomial(1)
     return drawn, certain.argmax(1, keepdim=True)
@@ -351,7 +351,7 @@ def _uneven_pool(target: DeviceUnderTest) -> tuple[Any, Any]:
 
 @_hazard(190056, "dropout inside an LSTM, forward and backward", tolerance=0.05)
 def _lstm_dropout(target: DeviceUnderTest) -> tuple[Any, Any]:
-    """Check the gradient against finite differences with the same mask, and check that dropout changes the result."""
+    """Compare the gradient with finite differences for the same mask, and check that dropout changes the result."""
     torch.manual_seed(0)
     lstm = nn.LSTM(4, 16, num_layers=2, dropout=0.8).to(target.torch_device)
     x, direction = target.put(draw(5, 3, 4)), target.put(draw(5, 3, 4, seed=1))
@@ -389,7 +389,7 @@ def _scaled_fused(target: DeviceUnderTest) -> tuple[Any, Any]:
 
 @_hazard(184286, "a loss scaler keeps half-precision gradients", tolerance=2e-2)
 def _scaled_half(target: DeviceUnderTest) -> tuple[Any, Any]:
-    # CUDA refuses to unscale half-precision gradients, so there is nothing to check.
+    # On CUDA, use float32, because GradScaler refuses to unscale fp16 gradients there.
     half = torch.float32 if target.device.kind == "cuda" else torch.bfloat16
     weight = nn.Parameter(target.put(draw(40)).to(half))
     scaler = torch.amp.GradScaler(target.torch_device.type, init_scale=1024.0)

@@ -1,4 +1,4 @@
-"""The two small models that checks train: a causal transformer and a convnet."""
+"""The two small models that the checks train: a causal transformer and a convnet."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ VOCABULARY = 256
 
 
 class SmallTransformer(nn.Module):
-    """A causal language model: embeddings, pre-norm blocks, a linear head."""
+    """A causal language model with embeddings, pre-norm blocks and a linear head."""
 
     def __init__(self, *, width: int = 64, layers: int = 2, length: int = 32, dropout: float = 0.0) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _TransformerBlock(nn.Module):
 
 
 def convnet() -> nn.Module:
-    """Return a classifier of 3 x 16 x 16 images with ten classes, made of convolutions, norms and pooling."""
+    """Return a classifier of 3 x 16 x 16 images into ten classes, made of convolutions, norms and pooling."""
     return nn.Sequential(
         nn.Conv2d(3, 12, 3, padding=1),
         nn.BatchNorm2d(12),
@@ -62,7 +62,7 @@ def convnet() -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelTask:
-    """A model with one batch of data."""
+    """A model with one batch of inputs and targets."""
 
     model: nn.Module
     x: Tensor

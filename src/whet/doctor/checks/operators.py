@@ -48,7 +48,7 @@ class _SelfAttention(nn.Module):
 
 
 def _dropout(target: DeviceUnderTest) -> CheckFinding:
-    """Check the dropped fraction, the scale and the gradient. The mask itself differs between devices."""
+    """Check the dropped fraction, the scale and the gradient, because the mask differs between devices."""
     torch.manual_seed(0)
     x = target.put(torch.ones(200, 500)).requires_grad_()
     y = f.dropout(x, 0.3)
@@ -63,7 +63,7 @@ def _dropout(target: DeviceUnderTest) -> CheckFinding:
 
 
 def _autocast(dtype: torch.dtype, target: DeviceUnderTest) -> CheckFinding:
-    """Compare a linear layer, a convolution and attention in half precision with float32 on the CPU."""
+    """Compare linear, attention, conv1d and layer_norm under autocast with float32 on the CPU."""
 
     def compute(x: Tensor, weight: Tensor, kernel: Tensor) -> tuple[Tensor, ...]:
         rows = f.linear(x, weight)
@@ -137,7 +137,7 @@ def _net() -> nn.Module:
 
 
 def _weights_after(make: MakeOptimizer, where: torch.device) -> list[torch.Tensor]:
-    """Return the weights after a few steps with fixed gradients, so that only the optimizer matters."""
+    """Return the weights after a few steps with fixed gradients, which isolate the optimizer."""
     model = _net().to(where)
     optimizer = make(model.parameters())
     for step in range(_STEPS):
@@ -161,7 +161,7 @@ def _ema(where: torch.device) -> Any:
 
 
 def _scaled(where: torch.device) -> Any:
-    """Return the weights after two steps with a loss scale, which must divide out exactly."""
+    """Return the weights after two steps with a loss scale, which must not change the result."""
     model = _net().to(where)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(where.type, init_scale=1024.0)
@@ -285,7 +285,7 @@ _LOSSES = [
     operator("kl_div, cosine", lambda a, b: (f.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="batchmean"),
              f.cosine_similarity(a, b)), draw(4, 6), draw(4, 6, seed=1)),
 ]  # fmt: skip
-# torch 2.13 has no MPS kernel for this operator; a newer version may have one.
+# torch 2.13 has no MPS kernels for these operators. A newer version may have some.
 _LACKING = [
     operator("ctc_loss", lambda a: f.ctc_loss(a.log_softmax(-1), torch.ones(2, 3, dtype=torch.long, device=a.device),
              torch.tensor([8, 8]), torch.tensor([3, 3])), draw(8, 2, 5)),
@@ -305,7 +305,7 @@ _LACKING = [
 
 
 def _list_against_dispatcher(target: DeviceUnderTest) -> CheckFinding:
-    """Compare torch's operator list with the kernels that are registered for MPS."""
+    """Check that the MPS kernels in torch's operator list are registered with the dispatcher."""
     from whet.device.operators import mps_kernels, read_operators
 
     if target.device.kind != "mps":

@@ -1,7 +1,7 @@
 """Speed measurements: matrix products, bandwidth, copies, kernel launches and training steps.
 
 Results are medians. Repeats are interleaved, so that thermal changes affect all measurements equally. Speeds depend
-strongly on power and temperature, so the report contains their state before and after.
+strongly on power and temperature, so the report has the state of both before and after the checks.
 """
 
 import copy
@@ -19,14 +19,14 @@ from whet.doctor.checks.compare import draw_integers
 from whet.doctor.checks.models import VOCABULARY, ModelTask, SmallTransformer
 
 REPEATS = 7
-# A product that takes less than this is timed at a larger size.
+# Minimum seconds of a product to be timed. A faster one is timed at a larger size.
 _MIN_SECONDS = 0.004
 _MAX_SIZE = 8_192
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def time_interleaved(calls: Mapping[str, tuple[AbstractDevice, Callable[[], object]]]) -> dict[str, list[float]]:
-    """Time each call `REPEATS` times, interleaved. The device is synchronized before and after each call."""
+    """Return `REPEATS` interleaved times of each call, in seconds. Synchronize before and after each call."""
     for device, call in calls.values():
         call()
         device.sync()
@@ -42,7 +42,7 @@ def time_interleaved(calls: Mapping[str, tuple[AbstractDevice, Callable[[], obje
 
 
 def _best_of_few(device: AbstractDevice, call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of a few warm calls. The minimum ignores moments when the machine was busy."""
+    """Return the seconds of the fastest of a few warm calls. The minimum is robust against other load."""
     call()
     seconds = []
     for _ in range(4):
@@ -55,7 +55,7 @@ def _best_of_few(device: AbstractDevice, call: Callable[[], object]) -> float:
 
 
 def _spread(seconds: list[float]) -> float:
-    """Return half the interquartile range divided by the median."""
+    """Return half the interquartile range, divided by the median."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / 2 / middle
 
@@ -78,7 +78,7 @@ def _matmul(target: DeviceUnderTest) -> CheckFinding:
 
     sizes, calls = {}, {}
     for name, dtype in _DTYPES.items():
-        # Choose a size per dtype: a CPU without half-precision units can be 100 times slower in one of them.
+        # Choose a size per dtype, because a CPU without half-precision units can be 100 times slower in fp16 or bf16.
         size = 128
         while size < _MAX_SIZE and _best_of_few(device, product(size, dtype)) < _MIN_SECONDS:
             size *= 2
@@ -87,7 +87,7 @@ def _matmul(target: DeviceUnderTest) -> CheckFinding:
     figures: dict[str, Figure] = {}
     shown = []
     for name, taken in seconds.items():
-        # A matrix product has size^3 multiplications and as many additions.
+        # A matrix product has size**3 multiplications and as many additions.
         work = 2 * sizes[name] ** 3 / 1e9
         speed = work / statistics.median(taken)
         figures |= {f"{name}_gflops": speed, f"{name}_best_gflops": work / min(taken)}
@@ -99,7 +99,7 @@ def _matmul(target: DeviceUnderTest) -> CheckFinding:
 def _bandwidth(target: DeviceUnderTest) -> CheckFinding:
     device = target.device
     limit = device.memory.usage().limit or 2**33
-    # Much larger than the caches, and small enough for a device with little memory.
+    # Use a size that is much larger than the caches, but small enough for a device with little memory.
     num_bytes = min(2**28, limit // 32)
     source = torch.zeros(num_bytes // 4, device=device.torch_device)
     copied = torch.empty_like(source)
@@ -173,7 +173,7 @@ def _training(target: DeviceUnderTest, *, width: int, batch: int) -> CheckFindin
         figures |= {f"{name}_seconds": statistics.median(taken), f"{name}_spread": _spread(taken)}
     what = f"{format_seconds(statistics.median(seconds[device.kind]))} a step"
     if device.kind != "cpu":
-        # The median of ratios of consecutive pairs, so that drift between pairs cancels out.
+        # Take the median of the ratios of consecutive pairs, so that drift between pairs cancels out.
         ratio = statistics.median(c / d for c, d in zip(seconds["cpu"], seconds[device.kind], strict=True))
         figures["times_the_cpu"] = ratio
         what += f", {ratio:.2f} times the speed of the CPU"
@@ -198,20 +198,21 @@ def _memory(target: DeviceUnderTest) -> CheckFinding:
     return good(what, empty_cache_seconds=cost, limit_bytes=limit)
 
 
-# Bits after the first of a factor in each format.
+# Explicit mantissa bits of a factor in each format.
 _FACTOR_BITS = {"fp32": 23, "tf32": 10, "bf16": 7}
 
 
 def _fp32_products(target: DeviceUnderTest) -> CheckFinding:
-    """Find out how many bits of a float32 factor a product uses: 23, or 10 if it is computed as tf32.
+    """Measure how many mantissa bits of a float32 factor a product uses: 23, or 10 if it is computed as tf32.
 
-    MLX computes float32 products as tf32 on M5 (ml-explore/mlx#3534). Small and large products may use different units.
+    MLX computes float32 products as tf32 on M5 (ml-explore/mlx#3534). Small and large products may use different units,
+    so test both.
     """
     exponents = torch.arange(1, 24, dtype=torch.float64)
     bits = {}
     for size in (32, 1_024):
         factors = (1 + 2**-exponents).float()[torch.arange(size) % len(exponents)].repeat(size, 1).T.contiguous()
-        # Times one and zero: nothing is rounded but the factors themselves.
+        # Multiply by the identity, so that only the factors can be rounded.
         product = (target.put(factors) @ target.put(torch.eye(size))).cpu()
         is_kept = (product == factors).all(1)[: len(exponents)].tolist()
         bits[size] = is_kept.index(False) if False in is_kept else len(is_kept)

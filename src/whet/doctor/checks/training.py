@@ -24,12 +24,12 @@ from whet.verify.tolerance import relative_error, relative_errors
 # --- Parity with the CPU ---------------------------------------------------------------------------------------------
 
 PARITY_STEPS = 20
-# The largest relative errors that count as agreement. Rounding errors grow along a trajectory.
+# Maximum relative errors that count as agreement. Rounding errors grow along a trajectory.
 GRADIENTS, UPDATE, TRAJECTORY = 1e-3, 1e-4, 1e-2
 
 
 def _one_step(task: ModelTask, where: torch.device) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Return the loss, all gradients and all weights after one SGD step; AdamW would amplify rounding."""
+    """Return the loss, all gradients, and all weights after one step of SGD, because AdamW would amplify rounding."""
     model = copy.deepcopy(task.model).to(where)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss = task.loss(model)
@@ -94,8 +94,7 @@ def _same_twice(make: Callable[[], ModelTask], target: DeviceUnderTest) -> Check
     error = relative_error(other[2], one[2])
     what = f"the same step twice gives different bits in {len(different)} of {len(one[2])} tensors"
     if error <= UPDATE and target.device.kind == "cuda":
-        # CUDA documents this: the result of atomic sums depends on the order in which they finish. deterministic=on
-        # avoids them.
+        # As PyTorch documents for CUDA, the result of atomic sums depends on their order. deterministic=on avoids them.
         return good(f"{what}, by rounding", error=error, num_different=len(different))
     return differs(what, error=error, num_different=len(different))
 
@@ -110,16 +109,19 @@ PARITY: list[Check] = [
 
 # --- Exact resume ----------------------------------------------------------------------------------------------------
 
-# Two interruptions, so that a run is also resumed from a resumed run.
+# Interrupt twice, so that a resumed run is resumed too.
 RESUME_STEPS = 14
 _STOPS = (5, 9)
 _LIMIT_SECONDS = 60.0
-# The tolerance for weights after a move to another device: rounding differs between devices, and AdamW amplifies it.
+# Tolerance of weights after a move to another device. Rounding differs between devices, and AdamW amplifies it.
 _MOVE_TOLERANCE = 1e-2
 
 
 def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | None, is_move: bool = False) -> int:
-    """Start or resume a run like a new process would, with Ctrl-C after `stop_after` steps; return the last step."""
+    """Start or resume a run as a new process would, and return the last step.
+
+    After `stop_after` steps, interrupt the run with SIGINT. With `is_move`, end it with `max_steps` instead.
+    """
     torch.manual_seed(0)
     model = SmallTransformer(dropout=dropout)
     tokens = draw_integers(64, 25, below=VOCABULARY, seed=3)
@@ -141,8 +143,8 @@ def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | 
         ema=True,
         clip=1.0,
         seed=5,
-        # One thread: small kernels on many threads are very slow on a busy machine. fp32: the faster formats of a GPU
-        # round more than the tolerance of a move.
+        # Use one thread, because small kernels on many threads are very slow on a busy machine, and fp32, because the
+        # faster formats of a GPU round more than the tolerance of a move allows.
         overrides={"micro_batch": 8, "threads": 1, "precision": "fp32"},
     ) as session:
         for batch in session:
