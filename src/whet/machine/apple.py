@@ -72,7 +72,7 @@ def parse_flag(sysctl: dict[str, str], name: str) -> bool | None:
 
 
 def memory_pressure_level(level: int | None) -> PressureLevel | None:
-    """Return the name of a memory pressure level of the kernel."""
+    """Return the name of the kernel's memory pressure level, or None if it is unknown."""
     return _PRESSURE_LEVELS.get(level)
 
 

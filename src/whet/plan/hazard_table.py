@@ -1,4 +1,4 @@
-"""Table of known wrong results on Apple GPUs, from PyTorch's sources and issues. Not tested on a Mac.
+"""Known wrong results on Apple GPUs, from PyTorch's sources and issues. They were not reproduced on a Mac.
 
 `docs/hazards.md` is generated from this table.
 """

@@ -74,7 +74,7 @@ def make_plan(
     system_state: SystemState | None = None,
     trials: tuple[TuneTrial, ...] = (),
 ) -> Plan:
-    """Plan a workload on a machine.
+    """Return the plan for a workload on a machine.
 
     Overrides take precedence over the environment, the environment over measurements, and measurements over rules.
     torch is not needed, so the plan may be for another machine. `system_state.environment` holds what the environment

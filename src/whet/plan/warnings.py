@@ -90,8 +90,8 @@ def hazard_lines(context: RuleContext) -> Iterator[str]:
     hazards = known_hazards(context.machine, context.device_type)
     if not hazards:
         return
-    # "rows" counts as avoided, because rules never choose so many. If they occur, the user has set the micro-batch or
-    # the batch cannot be split, so warn.
+    # The hazard of too many rows counts as avoided, because rules never plan so many. Warn if it applies anyway,
+    # because the user has set the micro-batch or the batch cannot be split.
     met = [hazard for hazard in relevant_hazards(hazards, context) if not hazard.is_avoided or "rows" in hazard.needs]
     for hazard in met[:_MAX_HAZARD_LINES]:
         answer = _row_limit_advice(context) if "rows" in hazard.needs else hazard.answer

@@ -389,7 +389,7 @@ def _scaled_fused(target: DeviceUnderTest) -> tuple[Any, Any]:
 
 @_hazard(184286, "a loss scaler keeps half-precision gradients", tolerance=2e-2)
 def _scaled_half(target: DeviceUnderTest) -> tuple[Any, Any]:
-    # On CUDA, use float32, because GradScaler refuses to unscale fp16 gradients there.
+    # On CUDA, use float32, because torch refuses to unscale half-precision gradients there.
     half = torch.float32 if target.device.kind == "cuda" else torch.bfloat16
     weight = nn.Parameter(target.put(draw(40)).to(half))
     scaler = torch.amp.GradScaler(target.torch_device.type, init_scale=1024.0)

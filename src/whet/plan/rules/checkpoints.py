@@ -32,7 +32,7 @@ def choose_checkpoint_minutes(context: RuleContext) -> Decision:
 def choose_checkpoint_steps(context: RuleContext) -> Decision:
     """The number of optimizer steps between checkpoints, in addition to the minutes.
 
-    Why: a crash loses time, and a number of steps does not bound it, so the interval is in minutes by default.
+    Why: a number of steps does not bound the time that a crash can cost, so the interval is in minutes by default.
     When wrong: when checkpoints must be at fixed steps, for example to compare runs.
     Override: checkpoint_steps=N.
     Sources: as C1.

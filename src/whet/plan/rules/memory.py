@@ -57,9 +57,9 @@ def choose_memory(context: RuleContext) -> Decision:
 def choose_activation_checkpointing(context: RuleContext) -> Decision:
     """Whether activations are recomputed in the backward pass instead of being kept.
 
-    Why: it saves memory at the cost of about a third more arithmetic, so it is for models that do not fit with even one
-    sample, because a smaller micro-batch costs less. With BatchNorm it takes precedence over a smaller micro-batch,
-    because splitting the batch changes the statistics.
+    Why: it saves memory at the cost of about a third more arithmetic. A smaller micro-batch costs less, so this is for
+    models that do not fit with even one sample. With BatchNorm it takes precedence over a smaller micro-batch, because
+    splitting the batch changes the statistics.
     When wrong: when a larger micro-batch would gain more than the repeated forward pass costs. Blocks with BatchNorm
     are not compiled then, because torch's compiler would update their statistics again in the recomputation.
     Override: activation_checkpointing=on or off.

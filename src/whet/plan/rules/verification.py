@@ -1,4 +1,4 @@
-"""Rules for the checks before the first step, and for what they can change."""
+"""Rules for the checks before the first step, and for the causal mask, which a check may change."""
 
 from whet.plan.rule import Decision, RuleContext, rule
 

@@ -82,7 +82,7 @@ class StatusReader:
         self._failed_stamp: RunStamp | None = None
         self._retry_at = 0.0
         self._history: LiveHistory | None = None
-        """History of a running run, which reads only new bytes. None for other runs, to save memory."""
+        """History of a run in progress, which reads only new bytes. None for other runs, to save memory."""
         self.status = RunStatus(path=folder, state="never started")
 
     def refresh(self, stamp: RunStamp) -> bool:
@@ -103,7 +103,7 @@ class StatusReader:
                 updated=stamp.newest / 1e9,
                 problem=hide_path(problem, self._folder),
             )
-            # Retry in every scan, because the run may still be copied, unless the disk takes long to fail.
+            # Retry in every scan, because the folder may be in the middle of a copy, unless the disk is slow to fail.
             self._stamp, self._failed_stamp, self._history = None, stamp, None
             if time.monotonic() - begun > _SLOW_SECONDS:
                 self._retry_at = begun + _RETRY_SECONDS

@@ -123,7 +123,7 @@ class BoardReader:
     def _status(self, path: Path) -> _CachedStatus:
         stamp, before = _stamp(path), self._cache.get(path)
         history = before.history if before else None
-        # Retry an unreadable run each time, because it may still be copied.
+        # Retry an unreadable run each time, because its folder may be in the middle of a copy.
         if before and history is not None and before.stamp == stamp and not _lock_changed(before.status):
             return before
         try:
