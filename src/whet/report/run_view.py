@@ -72,8 +72,8 @@ class RunView(folder.Run):
 
 
 def open_run(path: Path | str) -> RunView:
-    """Open the run in a folder. It has `.curves()`, `.plot()`, `.summary()`, and its files as `.config`, `.plan`
-    etc.""" run = folder.open_run(path)
+    """Open the run in a folder. It has `.curves()`, `.plot()`, `.summary()`, and its files, such as `.config`."""
+    run = folder.open_run(path)
     return RunView(**{name: getattr(run, name) for name in type(run).model_fields})
 
 
