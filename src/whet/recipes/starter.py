@@ -36,7 +36,7 @@ class Data:
 class MyRecipe(Recipe):
     name = "mine"
     Config = Config
-    goal = "accuracy"  # the metric that selects the best checkpoint; higher is better
+    goal = "accuracy"  # The metric that selects the best checkpoint. Higher is better.
 
     def data(self, config):
         return Data(config.seed)

@@ -44,7 +44,7 @@ class HexArch(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def fill_from_preset(cls, given: Any) -> Any:
-        """Add the values of the preset; explicit values take precedence."""
+        """Fill in the values of the preset. Explicit values take precedence."""
         preset = given.get("preset") if isinstance(given, dict) else None
         return {**PRESETS[preset], **given} if isinstance(preset, int) and preset in PRESETS else given
 

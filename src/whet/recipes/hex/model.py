@@ -98,10 +98,7 @@ class CellAttention(nn.Module):
 
 
 def pre_activation(arch: HexArch, width_in: int, width_out: int, *, kernel: int) -> list[nn.Module]:
-    """Create a norm, an activation and a convolution.
-
-    The convolution has no bias: norms after it make one unnecessary.
-    """
+    """Create a norm, an activation and a convolution, which has no bias because a norm follows."""
     convolution = nn.Conv2d(width_in, width_out, kernel, padding=kernel // 2, bias=False)
     return [make_norm(arch, width_in), make_activation(arch), convolution]
 

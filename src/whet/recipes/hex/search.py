@@ -36,7 +36,7 @@ class Trees:
         self.priors = np.zeros((games, num_nodes, cells), dtype=np.float32)
         self.visits = np.zeros((games, num_nodes, cells), dtype=np.float32)
         self.wins = np.zeros((games, num_nodes, cells), dtype=np.float32)
-        """Sum over the visits of each move of the mover's win probability."""
+        """Sum of the mover's win probability over all visits of each move."""
         self.children = np.full((games, num_nodes, cells), UNKNOWN, dtype=np.int64)
         self.values = np.zeros((games, num_nodes), dtype=np.float32)
         """The mover's win probability, from the net. It is 0 if the game is over."""

@@ -103,7 +103,7 @@ _ARRAYS = ("boards", "shares", "wins", "games")
 
 
 def write_self_games(path: Path, played: SelfPlayGames) -> None:
-    """Write games atomically."""
+    """Write games to a file atomically."""
     durable.write_file(path, data=encode_arrays({name: getattr(played, name) for name in _ARRAYS}))
 
 

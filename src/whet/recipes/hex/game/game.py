@@ -1,4 +1,4 @@
-"""One game of Hex, move by move."""
+"""A single game of Hex as a sequence of moves."""
 
 from dataclasses import dataclass
 

@@ -135,7 +135,7 @@ class _Stones:
         colors = colors[:, : moves.shape[1]]
         swapped = np.flatnonzero((cells == SWAP).any(axis=1))
         if len(swapped):
-            # A swap mirrors the first stone and makes it red; the swap itself places no stone.
+            # A swap mirrors the first stone and makes it red, but does not place a stone.
             row, column = np.divmod(cells[swapped, 0], np.int16(size))
             cells[swapped, 0], colors[swapped, 0] = column * size + row, RED
             cells[swapped, 1] = NO_MOVE

@@ -36,7 +36,7 @@ class GameRecord:
     """A recorded game that has not been validated."""
 
     names: tuple[str, ...]
-    """Cells, or "swap"."""
+    """The moves, as names of cells or "swap"."""
     size: int | None = None
     """Board size, or None if the record does not contain it."""
     winner: int = EMPTY
@@ -92,7 +92,7 @@ def read_game(line: str) -> GameRecord:
             names.append("swap")
         elif token[2]:
             raise _unreadable("not a move of Hex", line, at=token[2])
-        elif token[1]:  # A comma marks the position that was displayed; it is not a move.
+        elif token[1]:  # A comma is not a move. It marks the position that was displayed.
             names.append(_canonical(token[1], line))
     return GameRecord(tuple(names), size, winner)
 

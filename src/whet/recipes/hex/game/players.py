@@ -16,7 +16,7 @@ class Analysis:
     """A player's evaluation of positions."""
 
     policy: NDArray[np.float32]
-    """(batch, cells): the probability of each move; 0 on occupied cells."""
+    """(batch, cells): the probability of each move, which is 0 for occupied cells."""
     value: NDArray[np.float32]
     """(batch,): the probability that the mover wins."""
 

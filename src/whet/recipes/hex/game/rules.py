@@ -60,7 +60,7 @@ _BOARDS_PER_PASS = 16_384
 """Number of boards processed at once. They fit into the cache of a core."""
 
 Words = NDArray[Any]
-"""(rows, boards) of uint16 or uint32; bit c is column c."""
+"""(rows, boards) of uint16 or uint32. Bit c is column c."""
 
 
 def winners(boards: Boards) -> NDArray[np.int8]:

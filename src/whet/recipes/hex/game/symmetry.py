@@ -60,7 +60,7 @@ def transform_policy(policy: NDArray[T], symmetry: Symmetries, *, size: int) -> 
 
 
 def mover_view(positions: Positions) -> tuple[Positions, NDArray[np.int64]]:
-    """Transform positions so that blue is to move. Return them and the symmetry applied to each, its own inverse."""
+    """Transform positions so that blue is to move. Return them, and the symmetry that was applied to each, (batch,)."""
     symmetry = np.where(positions.movers == RED, MIRRORED, IDENTITY).astype(np.int64)
     return transform(positions, symmetry), symmetry
 
