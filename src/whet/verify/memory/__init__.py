@@ -1,1 +1,1 @@
-"""Estimates of the memory of a training step with fake tensors, and the machines that it fits."""
+"""Memory estimates of a training step from fake tensors, and the machines on which it fits."""

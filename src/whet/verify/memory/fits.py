@@ -74,8 +74,8 @@ def fit_machines(
 ) -> tuple[MachineFit, ...]:
     """Find the largest micro-batch that fits for each machine.
 
-    The device, precision and memory limit are those of the plan for the machine with these overrides. By default, the
-    machines are all that have a file. Pass `trainable` if it has already been created from the spec.
+    The device, precision and memory limit are those of the plan for the machine with these overrides. If `machines` is
+    None, use all machines that have a file. Pass `trainable` if it has already been created from the spec.
     """
     workload, has_blocks = _describe(spec, trainable, global_batch_size)
 

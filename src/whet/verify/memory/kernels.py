@@ -80,7 +80,7 @@ class FusedRmsNorm(Function):
 
     @staticmethod
     def call(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # noqa: A002, ARG004
-        """Replace torch.rms_norm."""
+        """Replace torch.rms_norm and functional.rms_norm."""
         return FusedRmsNorm.apply(input, tuple(normalized_shape), weight)
 
     @staticmethod

@@ -30,7 +30,7 @@ MIN_BOUNDS = {"loss": 1e-4, "gradients": 1e-4, "draws": 1e-4, "buffers": 1e-4, "
 BOUNDS_WITHOUT_FLOAT64 = {
     "loss": 1e-4, "gradients": 1e-3, "draws": 1e-4, "buffers": 1e-4, "update": 1e-2, "trajectory": 5e-2
 }  # fmt: skip
-# Maximum useful bounds. A wider bound would hide an error of 1 %, so nothing is concluded from it. The bound of the
+# Maximum useful bounds. A wider bound would hide an error of 1%, so nothing is concluded from it. The bound of the
 # trajectory is wider, because the other rows detect an operator that is wrong from the start.
 MAX_BOUNDS = {"loss": 5e-3, "gradients": 5e-3, "draws": 5e-3, "buffers": 5e-3, "update": 1e-2, "trajectory": 5e-2}
 _SEED = 0
@@ -68,7 +68,7 @@ class Replica:
 
 
 class ReplicaFactory:
-    """Creates replicas with the same weights, batch and random draws that differ only in device and dtype."""
+    """Creates replicas that have the same weights, batch and random draws, and differ only in device and dtype."""
 
     def __init__(self, spec: TrainableSpec, *, batch_size: int | None = None) -> None:
         self._spec = spec
@@ -191,7 +191,7 @@ class ParityRow(FrozenModel):
     """Tensor with the largest error, or None if there is only one."""
     num_tensors: int = 1
     steps: int | None = None
-    """Number of compared steps, after which rounding errors are too large. None except for the trajectory."""
+    """Number of compared steps. Later ones are excluded because of rounding errors. None except for the trajectory."""
 
     @property
     def verdict(self) -> Verdict:

@@ -328,7 +328,7 @@ def _compare_planted(
 
 
 def _ignored_labels(whole: MicroBatch, labels: list[str], *, is_cpu: bool) -> Iterator[dict[str, float]]:
-    """Yield values that losses commonly ignore, by the name of the label field in which to plant them."""
+    """Yield dicts of values to plant, which map label fields to a value that losses commonly ignore."""
     # -100 is ignored by torch's cross entropy and transformers, and -1 by nanoGPT and others.
     for ignored in (-100, -1):
         # A negative label that is not ignored aborts a CUDA process.
@@ -340,7 +340,7 @@ def _ignored_labels(whole: MicroBatch, labels: list[str], *, is_cpu: bool) -> It
 def _other_values(
     whole: MicroBatch, labels: list[str], pad_token: int | None, *, is_cpu: bool
 ) -> Iterator[dict[str, float]]:
-    """Yield tokens that may be padding, and the opposite value of masks that are constant in this batch, by field."""
+    """Yield dicts of values to plant: tokens that may be padding, and the opposite of masks that are constant here."""
     tokens = labels or _token_fields(whole)
     candidates = [dict.fromkeys(tokens, 0.0), {name: float(_tensor(whole, name).min()) for name in tokens}]
     if pad_token is not None:
@@ -351,7 +351,7 @@ def _other_values(
     for name, field in whole.fields.items():
         if not isinstance(field, Tensor) or field.is_complex() or field.numel() == 0:
             continue
-        # Do not set integers to 1, because it may not be a valid class.
+        # Do not set integers to 1, because 1 may not be a valid class.
         if bool((field == 1).all()):
             yield {name: 0}
         elif (field.dtype == torch.bool or field.is_floating_point()) and bool((field == 0).all()):
