@@ -54,7 +54,7 @@ def compare(
     names = _split(devices) or []
     precisions = _split(precision)
     validate_compare_options(devices=names, steps=steps, size=size, precisions=precisions, out=out)
-    # Keep what the model itself prints out of the result on stdout.
+    # Redirect the output of user code, so that stdout contains only the result.
     with output.user_output_to_stderr():
         result = compare_devices(
             load_spec(target, settings or (), file=config),

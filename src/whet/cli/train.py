@@ -97,9 +97,8 @@ def train(
     whet train my_recipe.py --device cpu
     whet train text --nproc 2 --device cpu
 
-    Before a run that is long enough, real steps are timed for at most a minute to find the fastest precision,
-    micro-batch, number of threads and other settings on this machine. The plan contains the measurements (whet plan RUN
-    --why precision).
+    Before a long run, real steps are timed for at most a minute to find the fastest precision, micro-batch, number of
+    threads and other settings on this machine. The plan contains the measurements (whet plan RUN --why precision).
 
     Ctrl-C finishes the step, saves and stops. Run the same command with the same --run to resume. Training runs in a
     separate process. If that is killed, usually for lack of memory, it is restarted and resumes automatically.
