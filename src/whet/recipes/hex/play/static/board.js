@@ -1,6 +1,6 @@
-// The board as a drawing: hexagons that can be clicked, touched and reached by keyboard.
+// Draws the board as an SVG of hexagons, which support mouse, touch and keyboard.
 const SVG = "http://www.w3.org/2000/svg";
-const WIDE = Math.sqrt(3); // A hexagon of side 1, standing on a corner.
+const WIDE = Math.sqrt(3); // Width of a hexagon with side length 1 and a corner at the top.
 const COLORS = ["", "blue", "red"];
 
 function make(tag, attributes, ...children) {
@@ -10,7 +10,7 @@ function make(tag, attributes, ...children) {
   return made;
 }
 
-/** Where the middle of a cell is. */
+/** Returns the center of a cell. */
 function middle(row, column) {
   return [WIDE * (column + row / 2 + 0.5), 1.5 * row + 1];
 }
@@ -19,7 +19,7 @@ export function nameOf(cell, size) {
   return String.fromCharCode(97 + (cell % size)) + (Math.floor(cell / size) + 1);
 }
 
-/** The board of a view; `onCell` is called with the name of a free cell, where `mayPlay`. */
+/** Returns the board of a view. If `mayPlay`, `onCell` is called with the name of a free cell that is selected. */
 export function drawBoard(view, { mayPlay, hints, onCell }) {
   const { size } = view;
   const width = WIDE * (1.5 * size - 0.5);
@@ -73,7 +73,7 @@ function drawCell(cell, size, { color, isFree, hint, isLast, won }, onCell) {
   return group;
 }
 
-/** Blue's edges above and below, red's at the sides, along the outer corners. */
+/** Returns the edges along the outer corners: blue's at the top and bottom, red's at the sides. */
 function edges(size) {
   const last = size - 1;
   const each = Array.from({ length: size }, (_, place) => place);

@@ -1,4 +1,4 @@
-// A game of Hex: the page keeps the moves (also in its address), and asks the server what is to be seen of them.
+// The page of a Hex game. It keeps the moves (also in its URL), and requests the view of the game from the server.
 import { drawBoard } from "./board.js";
 import { el, fill } from "./dom.js";
 import { fetchJson } from "./server.js";
@@ -40,12 +40,12 @@ function choice(label, options, chosen) {
   return { select, element: el("label", {}, label, select) };
 }
 
-/** Whether the person plays this color. */
+/** Returns whether the user plays this color. */
 function plays(color) {
   return game.color === "both" || game.color === color;
 }
 
-/** Whether the person may move now. */
+/** Returns whether it is the user's turn. */
 function isYours() {
   const { view } = game;
   return view !== null && view.winner === null && !game.resigned && !game.isThinking && plays(view.mover);
@@ -86,7 +86,7 @@ function begin(size, color) {
   look();
 }
 
-/** Fetches JSON; shows the error and retries until the server answers. */
+/** Fetches JSON. On failure, shows the error and retries until the server responds. */
 async function fetchUntilAnswered(path) {
   for (;;)
     try {
@@ -97,7 +97,7 @@ async function fetchUntilAnswered(path) {
     }
 }
 
-/** Fetches the view of the game, and plays the reply of the computer while it is its turn. */
+/** Fetches the view of the game, and plays the computer's reply if it is the computer's turn. */
 async function look() {
   const mine = ++requested;
   game.isThinking = true;
@@ -118,7 +118,7 @@ async function look() {
     const isBad = error.status === BAD_GAME;
     if (game.view) game.moves = [...game.view.moves];
     else if (isBad) game.moves = [];
-    // On the user's turn the next click sends a request. Otherwise only this timer does.
+    // On the user's turn, the next click sends a request. Otherwise, only this timer does.
     if (!isBad && !(game.view && plays(game.view.mover))) setTimeout(() => mine === requested && look(), AGAIN_MS);
   }
   game.isThinking = false;
@@ -169,7 +169,7 @@ function suggestionOf(one) {
   return el("li", {}, el("b", {}, one.name), el("div", { class: "track" }, share), el("span", {}, percent));
 }
 
-/** The game that the address holds, if it does. */
+/** Restores the game in the URL. Returns false if there is none. */
 function recall() {
   const [, size, color, played] = location.hash.match(/^#(\d{1,2})-(blue|red|both),([a-z0-9.]*)$/) ?? [];
   if (!size || !about.sizes.includes(Number(size))) return false;
