@@ -198,6 +198,8 @@ class Heartbeat:
         self._patience = lost_seconds if rank < 2 else lost_seconds + 2 * INTERVAL_SECONDS
         self._seen: dict[int, tuple[str, float]] = {}
         """The last heartbeat of each watched rank, and the time at which it changed."""
+        self._seen_lock = threading.Lock()
+        """Protects `_seen`: `_communicate` adds ranks while `_count` iterates over it or replaces it."""
         self._processes: dict[int, dict[str, Any]] = {}
         self._answered_at = time.monotonic()
         self._has_left = threading.Event()
@@ -244,9 +246,10 @@ class Heartbeat:
                 # The store does not respond. If this lasts too long, `_count` ends this rank.
                 continue
             now = self._answered_at = time.monotonic()
-            for rank, heartbeat in zip(self._watched, heartbeats, strict=True):
-                if self._seen.get(rank, ("", 0.0))[0] != heartbeat:
-                    self._seen[rank] = heartbeat, now
+            with self._seen_lock:
+                for rank, heartbeat in zip(self._watched, heartbeats, strict=True):
+                    if self._seen.get(rank, ("", 0.0))[0] != heartbeat:
+                        self._seen[rank] = heartbeat, now
             if message is not None and not self._has_left.is_set():
                 self._end(message)
             elif (lost := self._find_lost_rank()) is not None:
@@ -264,16 +267,18 @@ class Heartbeat:
                 # time limits.
                 self._answered_at = now
                 self._stall_detector.restart()
-                self._seen = {rank: (heartbeat, now) for rank, (heartbeat, _) in self._seen.items()}
+                with self._seen_lock:
+                    self._seen = {rank: (heartbeat, now) for rank, (heartbeat, _) in self._seen.items()}
             before = now
             if now - self._answered_at > self._patience:
                 self._end(f"the store of the ranks has not answered for {self._patience:.0f} s")
                 return
-            silent = [
-                rank
-                for rank, (heartbeat, seen_at) in self._seen.items()
-                if heartbeat != LEFT_MARK and now - seen_at > self._patience
-            ]
+            with self._seen_lock:
+                silent = [
+                    rank
+                    for rank, (heartbeat, seen_at) in self._seen.items()
+                    if heartbeat != LEFT_MARK and now - seen_at > self._patience
+                ]
             if silent:
                 self._report_lost(silent[0], f"has sent no heartbeat for {self._patience:.0f} s, and is ended")
                 return
