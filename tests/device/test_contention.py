@@ -96,6 +96,20 @@ def test_without_counters_nothing_changes() -> None:
     assert done == []
 
 
+def test_a_watch_without_libgomp_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for libgomp reads all memory maps, so it is looked for once."""
+    monkeypatch.setattr(contention, "READ_EVERY_SECONDS", 0.0)
+    reading, starts = Reading(0.3), []
+
+    def start_none() -> None:
+        assert not starts, "libgomp is looked for again"
+        starts.append("sleep")
+
+    watch = ContentionWatch(start_idle=start_none, read_times=reading.read_times)
+    watch.run()
+    assert (starts, watch.was_contended) == (["sleep"], False)
+
+
 def test_a_watch_inside_another_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setenv("GOMP_SPINCOUNT", "10000")

@@ -61,7 +61,10 @@ class ContentionWatch:
         self._is_over.set()
 
     def read(self) -> bool:
-        """Read the thread's times, and switch if necessary. Return False if the system does not provide the times."""
+        """Read the thread's times, and switch if necessary.
+
+        Return False if the system does not provide the times, or if torch's threads cannot be switched.
+        """
         times = self._read_times(self._thread_id)
         last, self._last = self._last, times
         if times is None:
@@ -76,7 +79,10 @@ class ContentionWatch:
                 self._spin()
         elif waited > MAX_WAITING_SHARE * (times.total - last.total):
             self._idle = self._start_idle()
-            self.was_contended = self._idle is not None
+            if self._idle is None:
+                # torch does not use libgomp, and that does not change. Looking for it again reads all memory maps.
+                return False
+            self.was_contended = True
             self._spin_at = times.total + self._sleep_seconds
             self._sleep_seconds = min(2 * self._sleep_seconds, MAX_SLEEPING_SECONDS)
         else:
