@@ -15,7 +15,7 @@ from whet.machine.facts import Accelerator, CpuFacts, Machine, OperatingSystem, 
 from whet.machine.known import example_machine_names, load_machine
 from whet.plan.kernel_support import SHORT_ROTARY_ATTENTION, SPAN_ATTENTION
 from whet.plan.memory import predict_memory
-from whet.plan.plan import Plan, make_plan, override, read_plan
+from whet.plan.plan import Plan, make_plan, override, read_plan, with_smaller_micro_batch
 from whet.plan.render import explain_setting
 from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar
@@ -387,3 +387,14 @@ def test_any_workload_gets_a_valid_plan(workload: Workload, name: str) -> None:
     if needed is not None and isinstance(limit, float) and needed > limit * GB:
         assert micro == 1 or workload.has_batchnorm, "a micro-batch that does not fit is never planned"
         assert any("more than" in line for line in plan.warnings), "a model that does not fit is reported"
+
+
+@pytest.mark.parametrize(("num_processes", "micro_batch"), [(1, 34), (2, 25)])
+def test_a_smaller_micro_batch_splits_the_share_of_a_process_evenly(num_processes: int, micro_batch: int) -> None:
+    """With two processes, each has 50 of 100 samples: 25 + 25, not 34 + 16."""
+    workload = TEXT.model_copy(
+        update={"global_batch_size": 100, "world_size": num_processes, "local_size": num_processes}
+    )
+    plan = make_plan(load_machine("linux-2core"), workload, overrides={"device": "cpu"})
+    smaller = with_smaller_micro_batch(plan, 40, reason="out of memory", problem="out of memory")
+    assert smaller.micro_batch == micro_batch

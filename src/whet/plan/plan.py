@@ -141,14 +141,14 @@ def with_runtime_changes(plan: Plan, changes: Mapping[str, MeasuredSetting]) -> 
 
 
 def with_smaller_micro_batch(plan: Plan, at_most: int, *, reason: str, problem: str) -> Plan:
-    """Return the plan with the largest micro-batch of at most `at_most` samples that splits the global batch evenly.
+    """Return the plan with the largest micro-batch of at most `at_most` samples that splits a rank's share evenly.
 
     `reason` is the reason of the new setting, and `problem` is recorded as its evidence.
     """
-    whole = plan.workload.global_batch_size
+    share = plan.workload.share
     # Split evenly: for 100 samples and at most 40, three parts of 34 use less memory than 40 + 40 + 20.
-    num_parts = -(-whole // at_most)
-    micro = -(-whole // num_parts)
+    num_parts = -(-share // at_most)
+    micro = -(-share // num_parts)
     evidence = {"problem": problem, "before": plan.micro_batch}
     return with_runtime_changes(
         plan,
