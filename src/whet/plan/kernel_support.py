@@ -30,7 +30,7 @@ _MAX_ELEMENTS = 16_384
 _MAX_WIDTH = 4096
 
 # The major CUDA compute capability that the kernels were written for and measured on.
-_KERNEL_CAPABILITY = "9"
+KERNEL_CAPABILITY = "9"
 # torch's varlen attention needs flash attention (capability 8.0) and torch 2.10.
 _FLASH_CAPABILITY = 8.0
 _VARLEN_TORCH = 2, 10
@@ -86,7 +86,7 @@ def has_norm_kernels(machine: Machine, *, device: str, precision: Scalar) -> boo
     """Return whether whet's norm kernels were measured on this kind of device, in half precision."""
     accelerator = machine.accelerator(device)
     capability = (accelerator.capability if accelerator else None) or ""
-    is_known = device == "cuda" and capability.partition(".")[0] == _KERNEL_CAPABILITY
+    is_known = device == "cuda" and capability.partition(".")[0] == KERNEL_CAPABILITY
     return is_known and precision in _HALF_PRECISIONS
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from whet.plan.kernel_support import (
     GROUP_NORM_ACTIVATION,
+    KERNEL_CAPABILITY,
     SPAN_ATTENTION,
     attention_kernel_reason,
     has_norm_kernels,
@@ -17,8 +18,6 @@ _MIN_STEPS_TO_CAPTURE = 50
 _HALF_PRECISIONS = ("bf16", "fp16")
 # Lowest major CUDA compute capability with which torch prefers cuDNN's attention.
 _CUDNN_CAPABILITY = 9
-# Major CUDA compute capability that whet's kernels were written for and measured on.
-_KERNEL_CAPABILITY = "9"
 
 
 @rule("K1", "optimizer_kernels")
@@ -268,7 +267,7 @@ def choose_attention(context: RuleContext) -> Decision:
     # These two values do not bound the number of shapes; "bucketed" and "packed_bucketed" do.
     has_many_shapes = workload.lengths_vary and lengths in ("sorted", "packed")
     own = attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths)
-    if device == "cuda" and precision in _HALF_PRECISIONS and own and generation == _KERNEL_CAPABILITY:
+    if device == "cuda" and precision in _HALF_PRECISIONS and own and generation == KERNEL_CAPABILITY:
         return Decision(value="whet", reason=own, evidence=evidence)
     if prefers_cudnn and precision in _HALF_PRECISIONS and has_many_shapes:
         return Decision(value="flash", reason="cuDNN's kernel costs 0.1 s for every new length", evidence=evidence)
