@@ -78,11 +78,6 @@ class ShardedStrategy(ParallelStrategy):
                 module.reshard()
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is a DTensor, of which each rank holds a part."""
-    return isinstance(tensor, DTensor)
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor, gathered from all ranks. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
