@@ -327,7 +327,7 @@ def test_another_command_finds_the_server_and_removes_dead_ones(home: Path, serv
     result = find_server(name="guarded", about="a test")
     assert result is not None
     assert result.link().startswith(f"http://127.0.0.1:{server.port}/?token=")
-    assert server.token not in f"{result} {result!r}"
+    assert f"{result}" == f"{result!r}" == f"RunningServer(guarded on 127.0.0.1:{server.port})", "without the token"
     dead = private_folder() / "guarded-0-dead.json"
     dead.write_text(result.model_copy(update={"pid": 2**22 + 5, "about": "dead"}).model_dump_json())
     assert find_server(name="guarded", about="dead") is None

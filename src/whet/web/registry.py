@@ -40,7 +40,7 @@ class RunningServer(FrozenModel):
 
     def __repr__(self) -> str:
         """Return a text without the token, because it may be logged."""
-        return f"Running({self.name} on {self.host})"
+        return f"RunningServer({self.name} on {self.host})"
 
     __str__ = __repr__
 
