@@ -167,6 +167,17 @@ def test_simulated_heat_slows_kernels_in_proportion_and_the_sensor_reports_it() 
     assert virtual_mac.system_state() is None
 
 
+def test_the_sensor_reports_the_hottest_of_several_simulated_heats() -> None:
+    x = torch.ones(9, device="mps")
+    hot = simulate(Heat(slowdown=3))
+    with simulate(Heat(slowdown=2, after=1e9)):
+        x.neg()
+        assert virtual_mac.system_state().thermal == "heavy"
+    assert virtual_mac.system_state().thermal == "heavy", "the end of one does not end the other"
+    hot.end()
+    assert virtual_mac.system_state() is None
+
+
 def test_simulated_heat_by_the_clock() -> None:
     x = torch.ones(9, device="mps")
     with simulate(Heat(slowdown=2, after=3600, unit="seconds")):

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string_view>
 #include <thread>
+#include <unordered_set>
 
 namespace virtual_mac {
 namespace {
@@ -89,22 +90,32 @@ class DriverGrowth final : public Fault {
   size_t bytes_;
 };
 
-std::atomic<double> slowdown{1};
+class Heat;
+std::mutex heats_mutex;
+std::unordered_set<const Heat*> heats;  // all running ones, guarded by heats_mutex
 
 // Slows down each kernel in proportion to its time.
 class Heat final : public Fault {
  public:
   Heat(double full, double after, double over, bool in_seconds)
-      : full_(full), after_(after), over_(over), in_seconds_(in_seconds) {}
-  ~Heat() override { slowdown = 1; }
+      : full_(full), after_(after), over_(over), in_seconds_(in_seconds) {
+    std::lock_guard<std::mutex> lock(heats_mutex);
+    heats.insert(this);
+  }
+  ~Heat() override {
+    std::lock_guard<std::mutex> lock(heats_mutex);
+    heats.erase(this);
+  }
+
+  double slowdown() const { return slowdown_; }
 
   void after(const KernelCall& call, const std::vector<at::Tensor>&) override {
     const double took = seconds_since(call.start);
     const double passed = in_seconds_ ? seconds_since(start_) : static_cast<double>(++num_kernels_);
     const double warm = passed <= after_ ? 0 : over_ <= 0 ? 1 : std::min(1.0, (passed - after_) / over_);
-    slowdown = 1 + (full_ - 1) * warm;
+    slowdown_ = 1 + (full_ - 1) * warm;
     std::lock_guard<std::mutex> lock(mutex_);
-    owed_ += (slowdown - 1) * took;
+    owed_ += (slowdown_ - 1) * took;
     // A sleep takes longer than a small kernel, so add up the delays of several kernels.
     if (owed_ < 1e-3) return;
     const auto slept_from = Clock::now();
@@ -117,6 +128,7 @@ class Heat final : public Fault {
   bool in_seconds_;
   Clock::time_point start_ = Clock::now();
   std::atomic<int64_t> num_kernels_{0};
+  std::atomic<double> slowdown_{1};
   std::mutex mutex_;
   double owed_ = 0;
 };
@@ -153,6 +165,11 @@ std::shared_ptr<Fault> heat(double slowdown, double after, double over, bool in_
   return std::make_shared<Heat>(slowdown, after, over, in_seconds);
 }
 
-double slowdown_now() { return slowdown; }
+double slowdown_now() {
+  std::lock_guard<std::mutex> lock(heats_mutex);
+  double largest = 1;
+  for (const Heat* heat : heats) largest = std::max(largest, heat->slowdown());
+  return largest;
+}
 
 }  // namespace virtual_mac

@@ -69,8 +69,14 @@ class HostMemory final : public c10::DeviceAllocator {
     stats.reserved_bytes[all].current = static_cast<int64_t>(reserved());
     return stats;
   }
-  void resetAccumulatedStats(c10::DeviceIndex) override { allocated_.reset_accumulated(); }
-  void resetPeakStats(c10::DeviceIndex) override { allocated_.reset_peak(); }
+  void resetAccumulatedStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    allocated_.reset_accumulated();
+  }
+  void resetPeakStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    allocated_.reset_peak();
+  }
 
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
     const size_t all = settings().recommended_bytes, used = driver();
@@ -105,7 +111,10 @@ class HostMemory final : public c10::DeviceAllocator {
     kill_if_above();
   }
 
-  void forget_watermarks() { knows_watermarks_ = false; }
+  void forget_watermarks() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    knows_watermarks_ = false;
+  }
 
   void set_high_watermark(double ratio) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -135,6 +135,6 @@ std::shared_ptr<Fault> gpu_failure(std::string operator_name, int64_t after_kern
 std::shared_ptr<Fault> driver_growth(size_t bytes);  // bytes per kernel
 void wait_for_gpu();  // counts a synchronization, and throws the pending error of a failed kernel
 std::shared_ptr<Fault> heat(double slowdown, double after, double over, bool in_seconds);
-double slowdown_now();  // current slowdown factor, which is 1 without heat
+double slowdown_now();  // largest current slowdown factor of all heat faults, or 1 without heat
 
 }  // namespace virtual_mac
