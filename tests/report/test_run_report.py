@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from whet.report.run_report import RunReport, summarize
+from whet.report.run_status import read_status
 from whet.run import lock
 from whet.run.event_block import BLOCK_EVENTS
 from whet.run.events import EventLog
@@ -112,6 +113,7 @@ def test_a_goal_may_be_minimized(tmp_path: Path) -> None:
             log.append("eval", step=step, perplexity=value)
     report = summarize(run)
     assert (report.best_goal, report.best_goal_step, report.goal_value) == (3.0, 2, 4.0)
+    assert report.goal_mode == read_status(run).goal_mode == "min"
 
 
 @pytest.mark.parametrize(

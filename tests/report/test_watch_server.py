@@ -159,6 +159,7 @@ def test_runs_are_listed_with_their_kind(server: Served, runs: Path) -> None:
     assert len(lines) == len(answer["runs"]) == 2 + len(PAYLOADS) + 2 + 2 + 4 + 3
     good = lines["good"]
     assert (good["state"], good["step"], good["total_steps"], good["goal_value"]) == ("done", 50, 100, 0.5)
+    assert good["goal_mode"] == "max"
     assert good["loss"] == 1 / 50
     assert good["id"] == run_id("good")
     assert lines["other"]["state"] == "failed"

@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field
 
@@ -134,7 +134,6 @@ class RunReport(RunStatus):
     best_loss: float | None
     best_loss_step: int | None
     """First step with the best loss."""
-    goal_mode: Literal["max", "min"] = "max"
     best_goal: float | None = None
     best_goal_step: int | None = None
     evaluations: tuple[Evaluation, ...] = ()
@@ -244,7 +243,7 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
         **({} if status.state == "running" else _end_fields(history)),
         resume=None if status.state in ("done", "running") else resume_command(run),
         **_progress_fields(history),
-        **_result_fields(run, history, goal=status.goal),
+        **_result_fields(run, history, status=status),
         **_time_fields(history, speeds=_speeds(drawn)),
         **_exactness_fields(history),
     )
@@ -273,17 +272,14 @@ def _progress_fields(history: History) -> dict[str, Any]:
     }
 
 
-def _result_fields(run: Run, history: History, *, goal: str | None) -> dict[str, Any]:
-    evaluations = read_evaluations(history)
-    modes = (event.get("mode") for event in history.backwards(kinds=SESSION_START_KINDS))
-    mode = next((mode for mode in modes if mode in ("max", "min")), "max")
+def _result_fields(run: Run, history: History, *, status: RunStatus) -> dict[str, Any]:
+    evaluations, goal = read_evaluations(history), status.goal
     # `x == x` excludes NaN, which must not become the best value.
     values = [(e.metrics[goal], e) for e in evaluations if goal in e.metrics and e.metrics[goal] == e.metrics[goal]]
-    best = (max if mode == "max" else min)(values, key=lambda pair: pair[0], default=None)
+    best = (max if status.goal_mode == "max" else min)(values, key=lambda pair: pair[0], default=None)
     baseline = run.metadata.get("baseline")
     numbers = {name: as_number(value) for name, value in baseline.items()} if isinstance(baseline, dict) else {}
     return {
-        "goal_mode": mode,
         "best_goal": best[0] if best else None,
         "best_goal_step": best[1].step if best else None,
         "evaluations": evaluations,

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from whet.base.errors import WhetError
 from whet.base.model import FrozenModel
+from whet.config.goal import GoalMode
 from whet.report.timeline import TIMELINE_KINDS, TimelineEntry, TrainingClock, session_spans, timeline_entry
 from whet.run import lock
 from whet.run.curve import Curve, downsample_curve
@@ -49,6 +50,8 @@ class RunStatus(StrictModel):
     """Name of the metric that selects the best checkpoint."""
     goal_value: float | None = None
     """Newest value of the goal metric."""
+    goal_mode: GoalMode = "max"
+    """Whether a lower or a higher value of the goal is better."""
     updated: float = 0.0
     """Unix time of the newest event, or of the creation of the run."""
     size_bytes: int | None = None
@@ -113,6 +116,7 @@ def read_status(run: Run | Path | str, *, history: History | None = None) -> Run
         losses=_losses(history),
         goal=goal,
         goal_value=next((value for value in values if value is not None), None),
+        goal_mode=goal_mode(history) if goal else "max",
         updated=newest.time if newest else run.header.created,
     )
 
@@ -201,6 +205,12 @@ def goal_name(history: History) -> str | None:
     """Return the name of the goal metric from the newest start event that has one, or None."""
     names = (event.get("goal") for event in history.backwards(kinds=SESSION_START_KINDS))
     return next((name for name in names if isinstance(name, str)), None)
+
+
+def goal_mode(history: History) -> GoalMode:
+    """Return the direction of the goal metric from the newest start event that has one, or "max"."""
+    modes = (event.get("mode") for event in history.backwards(kinds=SESSION_START_KINDS))
+    return next((mode for mode in modes if mode in ("max", "min")), "max")
 
 
 def machine_load(history: History, *, is_running: bool) -> MachineLoad:

@@ -13,7 +13,7 @@ const COLUMNS = [
   ["steps", (line) => line.step, -1],
   ["loss", (line) => line.loss ?? Infinity, 1],
   ["curve", (line) => line.loss ?? Infinity, 1],
-  ["goal", (line) => line.goal_value ?? -Infinity, -1],
+  ["goal", goalRank, -1],
   ["updated", (line) => line.updated, -1],
 ];
 
@@ -209,6 +209,12 @@ function sparkline({ sparkline: values = [] }) {
   });
   const shape = `polygon(0% 100%, ${places.join(", ")}, 100% 100%)`;
   return el("i", { class: "spark", role: "img", "aria-label": "training loss", style: { "clip-path": shape } });
+}
+
+/** Returns a number that is larger for a better value of the goal. Runs without a value come after all others. */
+function goalRank({ goal_value: value, goal_mode: mode }) {
+  if (value === null) return -Infinity;
+  return mode === "min" ? -value : value;
 }
 
 function compareKeys(a, b) {
