@@ -305,6 +305,44 @@ def test_an_update_moves_only_the_rows_whose_position_changed(stage: Stage) -> N
     assert result["compared"] == ["id1"]
 
 
+RUNS_BY_GOAL = """async () => {
+  const { RunList } = await import("/static/run_list.js");
+  const list = new RunList("runs");
+  const line = (name, goal_mode, goal_value) => ({
+    id: name, name, state: "done", step: 1, total_steps: 1, loss: 1, goal: "goal", goal_value, goal_mode, updated: 0 });
+  const sorted = (mode) => {
+    list.update({
+      runs: [line("good", mode, mode === "min" ? 0.1 : 0.9), line("bad", mode, 0.5), line("none", mode, null)],
+      removed: [], groups: [], now: 0 });
+    return [...list.body.querySelectorAll("th a")].map((link) => link.textContent);
+  };
+  list.sortBy("goal");
+  return { min: sorted("min"), max: sorted("max") };
+}"""
+
+
+def test_runs_are_sorted_by_what_is_better_for_the_goal(stage: Stage) -> None:
+    best_first = ["good", "bad", "none"]
+    assert stage.visit().page.evaluate(RUNS_BY_GOAL) == {"min": best_first, "max": best_first}
+
+
+PLAN_SOURCES = """async () => {
+  const { planPart } = await import("/static/plan.js");
+  const settings = ["measured", "environment", "you", "rule"].map((source) => ({
+    name: source, value: 1, reason: "", source, evidence: {} }));
+  const part = planPart({ settings, warnings: [] });
+  return [...part.querySelectorAll(".pill")].map((pill) => [pill.textContent, pill.className]);
+}"""
+
+
+def test_settings_of_the_environment_come_after_those_of_the_user(stage: Stage) -> None:
+    assert stage.visit().page.evaluate(PLAN_SOURCES) == [
+        ["you", "pill live"],
+        ["environment", "pill live"],
+        ["measured", "pill good"],
+    ]
+
+
 def test_text_from_a_run_is_escaped(stage: Stage) -> None:
     make_evil(stage.runs)
     visit = stage.visit()

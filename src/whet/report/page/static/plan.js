@@ -3,7 +3,7 @@ import { disclosure, el, pill, section, table } from "./dom.js";
 import { formatBytes, formatNumber, formatSeconds, formatValue } from "./format.js";
 import { plannedRows } from "./summary.js";
 
-const SOURCES = { measured: "good", you: "live", rule: "plain" };
+const SOURCES = { measured: "good", you: "live", environment: "live", rule: "plain" };
 const TICKS = [1, 2, 0.5, 4, 0.25, 8, 0.125, 16, 32, 0.0625, 1.5, 0.75, 1.25, 0.8, 1.1, 0.9];
 const VERDICTS = {
   faster: "good",
@@ -20,9 +20,9 @@ export function planPart(report) {
   const { settings } = report;
   const shown = settings.filter((one) => (one.value !== null && one.value !== "unused") || one.source === "you");
   if (!shown.length) return null;
-  const order = { you: 0, measured: 1, rule: 2 };
+  const order = { you: 0, environment: 1, measured: 2, rule: 3 };
   // Array.sort is stable, so settings with the same source keep their order.
-  shown.sort((a, b) => (order[a.source] ?? 3) - (order[b.source] ?? 3));
+  shown.sort((a, b) => (order[a.source] ?? 4) - (order[b.source] ?? 4));
   const byRule = shown.filter((one) => one.source === "rule"),
     others = shown.filter((one) => one.source !== "rule");
   return section(
