@@ -100,10 +100,10 @@ def session_spans(history: History) -> tuple[SessionSpan, ...]:
 
 
 class SlowPeriod(FrozenModel):
-    """A period in which heat, low power or memory pressure clearly slowed the run down."""
+    """A period in which heat, low power, memory pressure or other programs clearly slowed the run down."""
 
     cause: str
-    """Cause of the slowdown: heat, power or pressure."""
+    """Cause of the slowdown: heat, power or pressure. Slow steps without a hot sensor count as heat too."""
     level: str
     reason: str
     from_step: int

@@ -31,7 +31,7 @@ export function eventsPart(id) {
   return section(
     "events",
     "The log",
-    "Every event but the steps, the newest first.",
+    "Every event except steps and health readings, newest first.",
     el("div", { class: "card" }, place, more),
   );
 }

@@ -32,7 +32,7 @@ export function showRun(element, report) {
   const shading = el(
     "p",
     { class: "caption" },
-    "Shaded: steps were clearly slower for a while, because of heat, other programs or short memory.",
+    "Shaded: steps were clearly slower for a while, because of heat, low power, memory pressure or other programs.",
   );
   const curves = el(
     "section",
