@@ -325,6 +325,8 @@ def test_explain_includes_the_documentation_of_the_rule() -> None:
     text = explain_setting(make_plan(mac(), TEXT), "micro_batch")
     for part in ("rule M3", "Why:", "When wrong:", "Override: micro_batch=N", "Sources:"):
         assert part in text
+    narrow = explain_setting(make_plan(mac(), TEXT), "micro_batch", width=60)
+    assert max(len(line) for line in narrow[narrow.index("\nrule M3") :].splitlines()) <= 60
 
 
 @pytest.mark.parametrize(

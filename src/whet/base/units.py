@@ -1,4 +1,4 @@
-"""Format bytes, seconds, counts and lists for people, and replace characters that cannot be shown."""
+"""Format bytes, seconds, counts, speeds and lists for people, and replace characters that cannot be shown."""
 
 import math
 from collections.abc import Sequence
@@ -56,6 +56,16 @@ def format_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f}{unit}"
     return f"{count:,.0f}"
+
+
+def format_speed(samples_per_second: float) -> str:
+    """Format a throughput with at least three significant digits and never as a power of ten.
+
+    >>> format_speed(22_784.1), format_speed(81.63), format_speed(0.5)
+    ('22,784 samples/s', '81.6 samples/s', '0.5 samples/s')
+    """
+    digits = f"{samples_per_second:,.0f}" if samples_per_second >= 999.5 else f"{samples_per_second:.3g}"
+    return f"{digits} samples/s"
 
 
 def format_plural(count: int, noun: str) -> str:

@@ -83,7 +83,7 @@ def plan(
     if json:
         output.result_json({**made.as_json(), **({"estimate": estimate.as_json()} if estimate else {})})
     elif why is not None:
-        output.result(explain_setting(made, why))
+        output.result(explain_setting(made, why, width=output.width()))
     else:
         output.result("\n".join(plan_lines(made, width=output.width())))
         if note:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from whet.base.errors import UsageError, closest_match, nearest_names
-from whet.base.units import format_bytes, format_count, format_plural
+from whet.base.units import format_bytes, format_count, format_plural, format_speed
 from whet.machine.render import machine_line
 from whet.plan.memory import predict_memory_parts
 from whet.plan.plan import Plan
@@ -96,7 +96,7 @@ def _source_text(setting: Setting) -> str:
     return f"rule {setting.evidence['rule']}" if setting.source == "rule" else setting.source
 
 
-def explain_setting(plan: Plan, name: str) -> str:
+def explain_setting(plan: Plan, name: str, *, width: int = 120) -> str:
     """Explain one setting of a plan with its value, its evidence and the documentation of its rule."""
     if name == "global_batch_size":
         return _explain_auto_batch(plan)
@@ -117,10 +117,15 @@ def explain_setting(plan: Plan, name: str) -> str:
             *(evidence or ["  none"]),
             "",
             *(_memory_lines(plan) if name in _MEMORY_SETTINGS else ()),
-            f"rule {rule.id}: {rule.what}",
-            *(f"{section}: {text}" for section, text in rule.sections.items()),
+            *_wrapped(f"rule {rule.id}: {rule.what}", width),
+            *(line for section, text in rule.sections.items() for line in _wrapped(f"{section}: {text}", width)),
         ]
     )
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    # Paths and links stay on one line, so that they can be copied.
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _memory_lines(plan: Plan) -> list[str]:
@@ -154,7 +159,7 @@ def _explain_auto_batch(plan: Plan) -> str:
     if chosen is None:
         return f"global_batch_size = {plan.workload.global_batch_size}   (from: you)\n  a plan never changes it"
     rows = [
-        f"  {point.batch:>7,}: {point.samples_per_second:,.4g} samples/s in {point.steps} steps"
+        f"  {point.batch:>7,}: {format_speed(point.samples_per_second)} in {point.steps} steps"
         if point.samples_per_second
         else f"  {point.batch:>7,}: {point.note}"
         for point in chosen.points

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
-from whet.base.units import GB, format_bytes, format_seconds
+from whet.base.units import GB, format_bytes, format_seconds, format_speed
 from whet.machine.render import machine_line
 from whet.plan.estimate import estimate_speed, measured_step_seconds
 from whet.plan.plan import Plan
@@ -130,7 +130,7 @@ def _time(plan: Plan, num_done: int, estimate: str | None) -> str:
     left = max(0, num_steps - num_done)
     step = measured_step_seconds(plan.trials)
     if step:
-        speed = f"{plan.workload.global_batch_size / step:,.4g} samples/s"
+        speed = format_speed(plan.workload.global_batch_size / step)
         return f"about {format_seconds(left * step)} at {speed}, as measured{_memory(plan)}"
     if estimate is not None:
         return estimate
