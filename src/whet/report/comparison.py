@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from whet.base.errors import UsageError
 from whet.base.model import FrozenModel
-from whet.base.units import format_bytes, format_count, format_seconds, printable
+from whet.base.units import format_bytes, format_count, format_seconds, format_speed, printable
 from whet.config.sources import flatten
 from whet.plan.render import format_value
 from whet.report.plan_evidence import peak_memory
@@ -84,7 +84,7 @@ def key_figures(report: RunReport) -> dict[str, str]:
             figures[f"test {name}"] = f"{tested:.4g}"
     speed = next((figure.actual for figure in report.planned_vs_actual if figure.name == "speed"), None)
     if speed is not None:
-        figures["speed"] = f"{speed:,.4g} samples/s" if speed < 1000 else f"{speed:,.0f} samples/s"
+        figures["speed"] = format_speed(speed)
     if report.training_seconds > 0:
         figures["training time"] = format_seconds(report.training_seconds)
     memory = peak_memory(report)

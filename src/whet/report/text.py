@@ -4,7 +4,7 @@ import statistics
 import textwrap
 from collections.abc import Iterator
 
-from whet.base.units import format_bytes, format_count, format_seconds
+from whet.base.units import format_bytes, format_count, format_seconds, format_speed
 from whet.plan.render import format_value, settings_table
 from whet.report.run_report import Incident, RunReport
 from whet.report.run_status import loss_text
@@ -28,7 +28,7 @@ def render_summary(report: RunReport, *, width: int = 100) -> str:
     """Return a few lines on how a run ended, and its results."""
     took = format_seconds(report.training_seconds)
     speed = next((one.actual for one in report.planned_vs_actual if one.name == "speed"), None)
-    rate = f" at {speed:,.4g} samples/s" if speed else ""
+    rate = f" at {format_speed(speed)}" if speed else ""
     first = "" if report.losses or report.first_loss is None else f", {report.first_loss:.4g} at the start"
     facts = [
         ("ended", f"{report.reason or report.state}; {report.step:,} steps in {took}{rate}"),
@@ -82,7 +82,8 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "epochs", f"{format_seconds(median)} each{peak}"
         if state := report.epochs[-1].state_bytes:
             sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in state.items())
-            yield "state", f"{sizes} between steps; `whet plan RUN --why memory_gb` shows what was expected"
+            command = f"whet plan {shell_path(report.path)} --why memory_gb"
+            yield "state", f"{sizes} between steps; `{command}` shows what was expected"
     yield "saved", _saved(report)
     if report.proof is not None:
         yield "proof", report.proof
