@@ -152,3 +152,19 @@ def test_training_a_model_imports_no_recipe() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_program_without_a_main_guard_says_so(tmp_path: Path) -> None:
+    """A spawned worker imports the program; without the guard it would start the training again."""
+    (tmp_path / "own.py").write_text(
+        "import multiprocessing, whet\n"
+        "if __name__ == '__mp_main__':\n"
+        "    whet.train(None, None)\n"
+        "else:\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    process.start(); process.join(); print(process.exitcode)\n"
+    )
+    ended = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["1"]
+    assert "a data worker imported this program and would train again" in ended.stderr
+    assert 'if __name__ == "__main__": main()' in ended.stderr

@@ -1,6 +1,7 @@
 """`whet.train`: train a model, or a recipe by name."""
 
 import functools
+import multiprocessing
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -178,9 +179,21 @@ def train(model: Any, data: Any = None, **keywords: Any) -> TrainResult:
         outputs: For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then
             verified.
     """
+    _check_not_imported_by_a_worker()
     if isinstance(model, str):
         return train_by_name(model, data, **keywords)
     return loop.train(model, data, **keywords)
+
+
+def _check_not_imported_by_a_worker() -> None:
+    """Raise UsageError in a spawned process that imports the user's program and thereby starts the training again."""
+    # multiprocessing uses the same attribute for its own error about a missing `if __name__ == "__main__":`.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "a data worker imported this program and would train again",
+            got="whet.train outside of a function, in a process that was spawned",
+            try_='def main(): ... and if __name__ == "__main__": main()',
+        )
 
 
 def train_by_name(
