@@ -260,6 +260,6 @@ def _resolve_missing_device(context: RuleContext, settings: dict[str, Setting]) 
     missing = next((d for d in context.machine.absent if d.device == context.device_type), None)
     raise UsageError(
         f"{context.machine.name} has no device {context.device_type!r}",
-        got=f"--device {context.device}" + (f" ({missing.reason})" if missing else ""),
+        got=f"device {context.device}" + (f" ({missing.reason})" if missing else ""),
         try_=missing.fix if missing else "--device " + " or --device ".join([*available, "cpu"]),
     )

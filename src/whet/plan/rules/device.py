@@ -11,7 +11,7 @@ def choose_device(context: RuleContext) -> Decision:
     and better tested.
     When wrong: small models, recurrent cells and per-sample loops can be faster on the CPU (a GRU cell took 249 us on
     MPS and 117 us on the CPU of an M3 Max). Only a measurement of your model can tell.
-    Override: --device mps, --device cuda:1 or --device cpu.
+    Override: --device mps, --device cuda:1 or --device cpu; in Python device="cpu".
     Sources: pytorch/pytorch#138898, #77799.
     """
     machine = context.machine
