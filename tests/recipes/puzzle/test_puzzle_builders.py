@@ -76,8 +76,20 @@ def test_mazes_have_the_symmetries_of_a_square(tmp_path: Path) -> None:
     labels = np.load(tmp_path / "out/train/all__labels.npy")
     assert len(np.unique(labels, axis=0)) == len(labels) == 8
     np.testing.assert_array_equal(labels[0], [3, 1, 5, 4])
+    build_folder(source, tmp_path / "two", BuildOptions(augment=2))
+    np.testing.assert_array_equal(np.load(tmp_path / "two/train/all__labels.npy"), labels[:3])
     with pytest.raises(UsageError, match="unknown characters"):
         build_folder(write_csv(tmp_path / "bad", [("S?G#", "SoG#")]), tmp_path / "none", BuildOptions())
+
+
+def test_a_minimum_rating_needs_ratings(tmp_path: Path) -> None:
+    source = write_csv(tmp_path / "csv", SUDOKUS)
+    assert build_folder(source, tmp_path / "out", BuildOptions(min_difficulty=1))["train_examples"] == 3
+    for file in source.iterdir():
+        file.write_text("".join(line.rpartition(",")[0] + "\n" for line in file.read_text().splitlines()))
+    with pytest.raises(UsageError, match="lacks the column rating") as refused:
+        build_folder(source, tmp_path / "none", BuildOptions(min_difficulty=1))
+    assert refused.value.got == "source, question, answer, and --min-difficulty 1"
 
 
 def test_arc_folders_are_read_and_their_augmentations_undone(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class BuildOptions:
     augment: int | None = None
     """Number of augmented copies of each training puzzle, or None for the default: 1000 for ARC, otherwise 0.
 
-    Mazes have 7 copies for any number above 0.
+    Mazes have at most 7, because a square has 8 symmetries.
     """
     subsample: int | None = None
     """Number of training puzzles to keep, or None for all. Not used for ARC."""
@@ -132,9 +132,10 @@ def _read_csv(path: Path, options: BuildOptions) -> list[tuple[str, str]]:
         if not {"question", "answer"} <= set(columns):
             raise UsageError(f"{path} lacks columns", got=", ".join(columns), try_="question and answer")
         limit = options.min_difficulty
-        rows = [
-            (row["question"], row["answer"]) for row in reader if limit is None or int(row.get("rating") or 0) >= limit
-        ]
+        if limit is not None and "rating" not in columns:
+            got = f"{', '.join(columns)}, and --min-difficulty {limit}"
+            raise UsageError(f"{path} lacks the column rating", got=got, try_="no --min-difficulty")
+        rows = [(row["question"], row["answer"]) for row in reader if limit is None or int(row["rating"] or 0) >= limit]
     for number, (question, answer) in enumerate(rows, start=2):
         if not len(question) == len(answer) == len(rows[0][0]) or round(len(question) ** 0.5) ** 2 != len(question):
             raise UsageError(
@@ -206,7 +207,7 @@ def _build_maze(rows: dict[str, list[tuple[str, str]]], options: BuildOptions, r
         split = splits[name] = _Split()
         is_train = name == "train"
         for question, answer in _subsample(texts, options, rng) if is_train else texts:
-            for symmetry in _DIHEDRAL[: 8 if is_train and options.augment else 1]:
+            for symmetry in _DIHEDRAL[: 1 + (options.augment or 0 if is_train else 0)]:
                 split.add_puzzle([(symmetry(tokens[_to_grid(question)]), symmetry(tokens[_to_grid(answer)]))])
             split.end_group()
     return _Built(splits=splits, num_tokens=len(MAZE_CHARACTERS) + 1, names=["<blank>"])
