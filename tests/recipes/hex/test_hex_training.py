@@ -120,6 +120,16 @@ def test_arena_command_reports_rating_and_openings(place: Place, whole: Path) ->
     assert f"won       {2 * won + shared} of 40" in out
 
 
+def test_arena_refuses_an_odd_number_of_games(place: Place) -> None:
+    code, out, errors = place.run("arena", "hex", "random", "two-distance", "--games", 3, "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert errors.splitlines() == [
+        "error: the number of games must be even, because every opening is played twice",
+        "  got: --games 3",
+        "  try: --games 4",
+    ]
+
+
 def test_a_user_plays_against_a_run(place: Place, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place.folder)
     player = load_opponent("runs/whole@8", device=open_device("cpu").device).player

@@ -218,13 +218,19 @@ def hold_contest(
     """Load two players and play a match.
 
     The default board size is the size that a net was trained on: that of `one`, else that of `two`, else DEFAULT_SIZE.
-    An odd number of games is rounded up.
+    Raise UsageError if the number of games is odd.
     """
+    if num_games % 2:
+        raise UsageError(
+            "the number of games must be even, because every opening is played twice",
+            got=f"--games {num_games}",
+            try_=f"--games {num_games + 1}",
+        )
     opened = open_device(device).device
     players = [load_opponent(name, device=opened, checkpoint=checkpoint) for name in (one, two)]
     size = size or next((player.size for player in players if player.size), DEFAULT_SIZE)
     num_stones = NUM_STONES[openings] if num_stones is None else num_stones
-    boards = draw_openings((num_games + 1) // 2, size=size, num_stones=num_stones, seed=seed, kind=openings)
+    boards = draw_openings(num_games // 2, size=size, num_stones=num_stones, seed=seed, kind=openings)
     wins = play_match(players[0].player, players[1].player, boards, seed=seed, watch=watch)
     return Contest(
         one=one,
