@@ -21,13 +21,15 @@ def check(
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="Consider the memory and known faults of a machine: m2-air-8gb."),
+        typer.Option(
+            metavar="NAME|FILE", help="Consider the memory and known faults of a machine, such as m2-air-8gb."
+        ),
     ] = None,
     torch: Annotated[
         str | None,
-        typer.Option(metavar="VERSION", help="A torch that need not be installed, such as 2.15."),
+        typer.Option(metavar="VERSION", help="A torch version, such as 2.15. It need not be installed."),
     ] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="The model should be causal: check that it is.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Check that the model is causal.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 for warnings too.")] = False,
     config: ConfigFile = None,
     json: Json = False,

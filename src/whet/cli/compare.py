@@ -27,7 +27,9 @@ def compare(
     size: Annotated[int | None, typer.Option(help="Samples in the batch. Default: at most 32.")] = None,
     precision: Annotated[
         str | None,
-        typer.Option(help="bf16, fp16, tf32 or several: they must agree with fp32. bf16 is always reported."),
+        typer.Option(
+            help="Precisions that must agree with fp32: bf16, fp16, tf32 or several. bf16 is always reported."
+        ),
     ] = None,
     config: ConfigFile = None,
     out: Annotated[

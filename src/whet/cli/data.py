@@ -68,7 +68,7 @@ def data(
 def data_chat(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE|DIR", help="Conversations as JSON or JSON Lines; or a folder with splits."),
+        typer.Argument(metavar="FILE|DIR", help="Conversations as JSON or JSON Lines, or a folder with splits."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "--output-dir", metavar="DIR", help="The folder to create.")
@@ -79,7 +79,7 @@ def data_chat(
         typer.Option("--format", metavar="FORMAT", help="auto, sharegpt, alpaca, openai or openassistant."),
     ] = "auto",
     tokenizer: Annotated[
-        str, typer.Option(metavar="NAME", help="bpe trains one on the data; or gpt2, a hub name, a file, a folder.")
+        str, typer.Option(metavar="NAME", help="bpe (trained on the data), gpt2, a hub name, a file or a folder.")
     ] = "bpe",
     vocab_size: Annotated[int, typer.Option(metavar="N", help="Vocabulary size of a trained tokenizer.")] = 8192,
     max_length: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens in a row.")] = 2048,
@@ -91,7 +91,7 @@ def data_chat(
     ] = 0.95,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the split.")] = 42,
     loss: Annotated[str, typer.Option(metavar="WHAT", help="Tokens to train on: assistant, or all.")] = "assistant",
-    max_bad: Annotated[int, typer.Option(metavar="N", help="Invalid records to skip; more are an error.")] = 100,
+    max_bad: Annotated[int, typer.Option(metavar="N", help="Number of invalid records to skip before failing.")] = 100,
     json: Json = False,
 ) -> None:
     """Prepare conversations for training a chat model.
@@ -151,7 +151,7 @@ def data_hex(
     val_share: Annotated[float, typer.Option(metavar="SHARE", help="Share of the games for validation.")] = 0.05,
     test_share: Annotated[float, typer.Option(metavar="SHARE", help="Share of the games for the final test.")] = 0.05,
     max_bad: Annotated[
-        int | None, typer.Option(metavar="N", help="Invalid games to skip; more are an error. Default: a tenth.")
+        int | None, typer.Option(metavar="N", help="Number of invalid games to skip before failing. Default: a tenth.")
     ] = None,
     json: Json = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if a game was skipped.")] = False,
@@ -206,11 +206,17 @@ def data_puzzle(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to create.")],
     augment: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Augmented copies of each training puzzle. Default: 1000 for ARC, else none."),
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Augmented copies of each training puzzle; a maze has at most 7. Default: 1000 for ARC, else none.",
+        ),
     ] = None,
     subsample: Annotated[int | None, typer.Option(metavar="N", help="Training Sudokus or mazes to keep.")] = None,
-    min_difficulty: Annotated[int | None, typer.Option(metavar="N", help="The least rating of a Sudoku.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of all draws.")] = 42,
+    min_difficulty: Annotated[
+        int | None, typer.Option(metavar="N", help="Minimum of the column rating. Not used for ARC.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 42,
     json: Json = False,
 ) -> None:
     """Build a folder of puzzles in the format of the official TRM code.

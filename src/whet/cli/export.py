@@ -70,7 +70,7 @@ def import_weights(
     ] = None,
     format_: Annotated[
         str | None,
-        typer.Option("--format", metavar="trm", help="Make a run of a checkpoint of the official TRM code."),
+        typer.Option("--format", metavar="trm", help="Make a run from a checkpoint of the official TRM code."),
     ] = None,
     key: Annotated[
         str | None, typer.Option(metavar="NAME", help="Key of the weights in the file, such as model or ema.shadow.")

@@ -25,7 +25,11 @@ RecipeFile = Annotated[
 ]
 ModelFunction = Annotated[
     str | None,
-    typer.Option("--model", metavar="FILE.py:FUNCTION", help="For a run trained from Python: makes its model."),
+    typer.Option(
+        "--model",
+        metavar="FILE.py:FUNCTION",
+        help="For a run trained from Python: the function that creates its model.",
+    ),
 ]
 Checkpoint = Annotated[str, typer.Option(metavar="best|last|STEP|PATH", help="Which weights to use.")]
 

@@ -83,7 +83,7 @@ def arena(
         str, typer.Argument(metavar="A", help="random, two-distance, a run, or RUN@64 with simulations.")
     ],
     player_b: Annotated[str, typer.Argument(metavar="B", help="The other player.")],
-    games: Annotated[int, typer.Option(min=2, max=1_000_000, help="Games; every opening is played twice.")] = 400,
+    games: Annotated[int, typer.Option(min=2, max=1_000_000, help="Number of games, which must be even.")] = 400,
     size: Annotated[
         int | None, typer.Option(min=2, max=26, help="Board size. Default: the size that the runs were trained on.")
     ] = None,

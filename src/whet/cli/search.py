@@ -48,8 +48,8 @@ def search(
     name: Annotated[
         str | None, typer.Option(help="The search is in runs/NAME; the same name resumes or joins it.")
     ] = None,
-    sampler: Annotated[str, typer.Option(help="A sampler of Optuna; options follow colons.")] = "TPESampler",
-    pruner: Annotated[str, typer.Option(help="A pruner of Optuna; NopPruner for none.")] = "PercentilePruner",
+    sampler: Annotated[str, typer.Option(help="An Optuna sampler; options follow colons.")] = "TPESampler",
+    pruner: Annotated[str, typer.Option(help="An Optuna pruner; NopPruner for none.")] = "PercentilePruner",
     config: Annotated[
         Path | None,
         typer.Option("--config", "--config-name", metavar="FILE", help="Read space and settings from TOML or YAML."),

@@ -120,7 +120,9 @@ class PuzzleConfig(CommonConfig):
     augment: Annotated[int, Field(ge=0, le=10**5)] = Field(
         0, description="augmented copies of each 9x9 training Sudoku; the official data has 1000"
     )
-    eval_puzzles: PositiveInt = Field(2_000, description="maximum puzzles of given data for validation, and for test")
+    eval_puzzles: PositiveInt = Field(
+        2_000, description="maximum number of given puzzles for validation, and for the test"
+    )
 
     puzzle_emb_lr: PositiveFloat | None = Field(None, description="learning rate of puzzle embeddings; null: lr")
     puzzle_emb_weight_decay: NonNegativeFloat | None = Field(
