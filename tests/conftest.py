@@ -7,6 +7,7 @@ the working folder fails.
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,10 @@ settings.load_profile("whet")
 # Users set neither: output stays buffered until it is flushed, and Python writes its cache files.
 for _name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
     os.environ.pop(_name, None)
+
+# A shell starts background jobs with SIGINT ignored, which every child process inherits. Many tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # pytest, its plugins and torch change these themselves.
 _SET_BY_PYTEST = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "COLUMNS", "LINES"}

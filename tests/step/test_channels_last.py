@@ -164,8 +164,9 @@ def test_measuring_both_layouts_in_turns_leaves_no_trace(is_yours):
             assert prepared.step(0) > 0
             places.setdefault(prepared, set()).add(model.first.weight.data_ptr())
             if optimizer:
-                kept = optimizer.state[model.first.weight]["exp_avg"]
-                assert kept.stride() == model.first.weight.stride()
+                state = prepared._built.stepper.optimizer.state[model.first.weight]
+                assert state["exp_avg"].stride() == model.first.weight.stride()
+                assert optimizer.state[model.first.weight]["exp_avg"].stride() == (27, 9, 3, 1)
         assert seen == [(27, 9, 3, 1), (27, 1, 9, 3)] * 2
         assert [len(actual) for actual in places.values()] == [1, 1], "captured steps need each weight in its place"
         last.close()

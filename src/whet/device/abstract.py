@@ -23,6 +23,8 @@ HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Mark = Any
 """A point in time on a device's clock. Only the device that created it can read it."""
 
+_NO_CONTEXT = contextlib.nullcontext()
+
 Made = TypeVar("Made")
 
 Replay = Callable[[], None]
@@ -94,7 +96,7 @@ class AbstractDevice(ABC):
     def autocast(self, precision: str) -> AbstractContextManager[object]:
         """Return the context of the forward pass: autocast for "bf16" and "fp16", otherwise a null context."""
         half = HALF_TYPES.get(precision)
-        return torch.autocast(self.torch_device.type, dtype=half) if half else contextlib.nullcontext()
+        return torch.autocast(self.torch_device.type, dtype=half) if half else _NO_CONTEXT
 
     @contextlib.contextmanager
     def use_kernels(self, *, attention: str = "torch", norms: str = "torch") -> Iterator[None]:
@@ -133,7 +135,7 @@ class AbstractDevice(ABC):
 
         A device may use it to select its kernels and to explain its errors.
         """
-        return contextlib.nullcontext()
+        return _NO_CONTEXT
 
     def graphs(self) -> "AbstractGraphs | None":
         """Return a new graph capturer with its own memory pool, or None if the device does not support graphs."""

@@ -4,6 +4,7 @@ Nothing here waits for the device or reads the value of a tensor, so that a step
 exception is a checked step, which verifies the loss and the gradient before the update.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class Stepper:
         self.optimizer = optimizer
         self.device = device
         self.scaler = _make_scaler(device, loss_scaling)
+        self._scales_loss = self.scaler.is_enabled()
         self.ema = ema
         self.strategy = strategy or ParallelStrategy()
         self.is_updating = False
@@ -116,10 +118,8 @@ class Stepper:
 
         A checked step waits for the device and raises NonFiniteError before a NaN or Inf can reach the weights.
         """
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self._lists) or any(
-            g["params"] is not p for g, p in zip(groups, self._lists, strict=True)
-        ):
+        lists = [group["params"] for group in self.optimizer.param_groups]
+        if len(lists) != len(self._lists) or not all(map(operator.is_, lists, self._lists)):
             self._follow_groups()
         with self.device.compute_context(is_step=True), self._freeze_others():
             return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
@@ -178,7 +178,8 @@ class Stepper:
         if not self._has_gradients:
             self._check_has_gradients()
         # 3. Undo the loss scaling before the gradients are read.
-        self.scaler.unscale_(self.optimizer)
+        if self._scales_loss:
+            self.scaler.unscale_(self.optimizer)
         if weight_sum is not None:
             # The total weight of all micro-batches is known only now.
             correction = loss_sum.new_full((), num_samples) / clamp_weight(weight_sum)
@@ -191,8 +192,11 @@ class Stepper:
     def _update(self, step: int) -> None:
         """Update the weights and their moving average."""
         self.is_updating = True
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self._scales_loss:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
         if self.ema is not None:
             self._update_ema(self.ema, step)
         self.is_updating = False
@@ -238,7 +242,7 @@ class Stepper:
                     part, weight = (total / num_samples, weight) if micro.is_counted else (total * 0.0, weight * 0.0)
                     weight_sum = weight if weight_sum is None else weight_sum + weight
                 forwarded = mark()
-                scaled = self.scaler.scale(part)
+                scaled = self.scaler.scale(part) if self._scales_loss else part
                 scaled.backward(strategy.seed(scaled))
             loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
             if strategy.is_single_process:
@@ -260,6 +264,7 @@ class Stepper:
         """Change the precision. Call this only before the first step."""
         self._precision = precision
         self.scaler = _make_scaler(self.device, loss_scaling)
+        self._scales_loss = self.scaler.is_enabled()
         self.device.use_precision(precision)
 
     def has_finite_weights(self) -> bool:
@@ -271,7 +276,7 @@ class Stepper:
         """Discard the gradients and scaler state of an unfinished step. The caller restores the weights."""
         self.is_updating = False
         self.zero_grad()
-        if self.scaler.is_enabled():
+        if self._scales_loss:
             # The scaler records that the gradients are unscaled, and only update() resets that.
             self.scaler._per_optimizer_states.clear()
 

@@ -168,7 +168,8 @@ class BatchLoop:
         if not loss.is_observed and run.gaps is not None:
             run.gaps.add_loss(loss.function)
         checks.check_no_closure(run.steppers[name].optimizer)
-        checks.check_training_mode(run.model, number)
+        if not run.model.training:
+            raise checks.eval_mode_error(number)
         run.rng.enter_step()
         try:
             with run.group.stall_detector.working(f"step {number:,}"):

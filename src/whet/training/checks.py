@@ -205,14 +205,13 @@ def check_manual(training: TrainingConfig, group: RankGroup) -> None:
         )
 
 
-def check_training_mode(model: nn.Module, step: int) -> None:
-    """Raise UsageError if an evaluation left the model in eval mode. A plain loop calls model.train() in each epoch."""
-    if not model.training:
-        raise UsageError(
-            "the model is in eval mode: it would train without dropout, and BatchNorm would keep its statistics",
-            got=f"model.eval() before step {step:,}",
-            try_="model.train() after your evaluation, or session.evaluate(...), which restores the mode",
-        )
+def eval_mode_error(step: int) -> UsageError:
+    """Return the error for an evaluation that left the model in eval mode; a plain loop calls train() in each epoch."""
+    return UsageError(
+        "the model is in eval mode: it would train without dropout, and BatchNorm would keep its statistics",
+        got=f"model.eval() before step {step:,}",
+        try_="model.train() after your evaluation, or session.evaluate(...), which restores the mode",
+    )
 
 
 def wrong_batch_error() -> UsageError:

@@ -115,9 +115,16 @@ class LearningRates:
 
     def set_for(self, step: int) -> float:
         """Set the rates for a step and return that of the first group. Raise if other code has changed the rates."""
-        base = self.base
+        base, before = self.base, self._last_set
         check_parameter_groups(self._optimizer, base)
-        _check_no_other_scheduler(self._optimizer, self._last_set)
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        # Tensor rates belong to optimizers that whet built. Reading them would wait for the device.
+        if before and not isinstance(rates[0], torch.Tensor) and rates != before:
+            raise UsageError(
+                "the learning rate was changed outside of the session",
+                got=f"{rates}; whet had set {before}",
+                try_="schedule=scheduler: whet then steps your scheduler, and your code does not",
+            )
         self._last_set = set_learning_rate(self._optimizer, self._schedule.factor(step), base)
         return self._last_set[0]
 
@@ -260,16 +267,4 @@ def check_parameter_groups(optimizer: Optimizer, base_rates: list[float]) -> Non
             "the parameter groups of the optimizer changed after the session started",
             got=f"{len(optimizer.param_groups)} groups; {len(base_rates)} at the beginning",
             try_="all parameters in it from the beginning, with requires_grad_(False) until they are trained",
-        )
-
-
-def _check_no_other_scheduler(optimizer: Optimizer, last_set: list[float]) -> None:
-    """Raise UsageError if other code has changed the rates: two schedulers would silently overwrite each other."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    # Tensor rates belong to optimizers that whet built. They are not checked: reading them would wait for the device.
-    if last_set and not isinstance(rates[0], torch.Tensor) and rates != last_set:
-        raise UsageError(
-            "the learning rate was changed outside of the session",
-            got=f"{rates}; whet had set {last_set}",
-            try_="schedule=scheduler: whet then steps your scheduler, and your code does not",
         )
