@@ -1,15 +1,14 @@
-"""whet trains your PyTorch model as fast as the machine in front of you allows.
+"""whet trains your PyTorch model as fast as your machine allows, without changing what is trained or losing a step.
 
-Without changing what is trained, and without losing a step. Packages in layers: a package imports only from packages
-above it in this list (docs/architecture.md):
+The packages form layers: each package imports only from packages above it in this list (docs/architecture.md):
 
     base         errors, units, environment variables, the isolated worker process
     machine      facts about this computer and known machines
     plan         settings with value, reason, source and evidence; the rules that decide them
     config       options, declared once, read from keywords, command line and files
     run          the run folder: durable writes, lock, events
-    web          the guard of every page and server
-    report       one model of a run, rendered as text, Markdown, HTML and live page
+    web          the web server, with access checks for every request
+    report       reads run folders and renders them as text, Markdown, HTML and a live page
     device       CUDA, MPS, CPU and a fake device; the only package that calls a backend
     distributed  ranks, launcher, heartbeat, replicated and sharded strategies
     data         adapters, order, global batches, micro-batches, workers
@@ -18,11 +17,11 @@ above it in this list (docs/architecture.md):
     verify       preflight, parity with the CPU, checks before the first step, memory
     autotune     candidate settings, paired timing, cache of evidence
     training     Session, train, callbacks, schedules
-    doctor       examines a device: operators, known bugs, parity, resume, speed
+    doctor       the self-test of a device: operators, known bugs, parity, resume, speed
     hpo          hyperparameter search on Optuna, each trial a run folder
     prove        kills a training run, resumes it and compares every bit
     recipes      complete workloads that ship with whet
-    api          what `import whet` offers where recipes are needed
+    api          public functions that need recipes: training by name, checks, comparisons, searches
     cli          the command line: one file per command
 """
 
@@ -33,7 +32,7 @@ from whet.base.version import VERSION
 
 __version__ = VERSION
 
-# Here, because every process of whet imports this module first, and the variables must be set before torch is loaded.
+# Every process of whet imports this module first, and the variables must be set before torch is loaded.
 _env.set_brief_spin()
 
 _PUBLIC = {
@@ -87,7 +86,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        # Names are loaded on first use: `import whet` stays quick, and nothing imports torch before it is needed. Type
+        # Names are loaded on first use: `import whet` stays fast, and nothing imports torch before it is needed. Type
         # checkers do not see this function; otherwise every name would exist for them.
         if name not in _PUBLIC:
             raise AttributeError(f"module 'whet' has no attribute {name!r}")

@@ -27,7 +27,7 @@ from whet.recipes.recipe import Recipe
 from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep
 from whet.run.folder import installed_versions
 
-# Fraction of the budget after which whatever still runs is stopped. The extra 5 % let the last measurement finish.
+# Fraction of the budget after which a running measurement is stopped. The extra 5 % let the last one finish.
 _DEADLINE_SHARE = 1.05
 # Fractions of the remaining time: for finding the fastest plan, and for choosing the batch size.
 _SEARCH_SHARE = 0.4

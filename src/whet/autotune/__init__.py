@@ -1,1 +1,1 @@
-"""Settings chosen by measurement: real optimizer steps are timed, and what finishes the run sooner is kept."""
+"""Autotuning: time real optimizer steps, and keep the settings that finish the run sooner."""

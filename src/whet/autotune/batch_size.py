@@ -74,7 +74,7 @@ def choose_batch_size(
 ) -> AutoBatch:
     """Measure batch sizes around the current one and switch the bench to the best.
 
-    `base_rates` are the learning rates for the bench's current batch size, one per parameter group. Raises `WhetError`
+    `base_rates` are the learning rates for the bench's current batch size, one per parameter group. Raise WhetError
     if no size can be measured.
     """
     budget = Budget(clock=bench.clock, start=bench.clock(), seconds=budget_seconds)
@@ -146,7 +146,7 @@ def recorded_batch_size(
 ) -> AutoBatch | None:
     """Return the batch size recorded in an existing run or a plan, or None if it must be measured.
 
-    A recorded batch size is never measured again, because a resumed run must keep it. Raises UsageError if the recorded
+    A recorded batch size is never measured again, because a resumed run must keep it. Raise UsageError if the recorded
     batch size was fixed by the user, or if `base_rates` differ from the recorded learning rates.
     """
     where = "the plan"
@@ -174,7 +174,7 @@ def recorded_batch_size(
 def batch_sizes_to_try(base: int, num_samples: int | None) -> list[int]:
     """Return the batch size together with its repeated halves and doubles that leave enough steps per epoch.
 
-    Raises UsageError if fewer than two sizes remain.
+    Raise UsageError if fewer than two sizes remain.
 
     >>> batch_sizes_to_try(32, 5_280)
     [8, 16, 32, 64, 128, 256]
@@ -227,7 +227,7 @@ def _describe_choice(size: int, best: int, rates: Mapping[int, float]) -> str:
 def lr_scaling(optimizer: str) -> Scaling:
     """Return how the learning rate of an optimizer scales with the batch size.
 
-    Raises UsageError for an unknown optimizer.
+    Raise UsageError for an unknown optimizer.
 
     >>> lr_scaling("AdamW"), lr_scaling("SGD")
     ('square root', 'linear')

@@ -114,7 +114,7 @@ class _VariantRun:
 
 
 def measure_sweep(context: BenchmarkContext, setting: str, variants: Sequence[Variant], *, until: float) -> BenchSweep:
-    """Measure all variants against the plan and return one row per variant by the time `until` on the bench's clock."""
+    """Measure all variants against the plan until the time `until` on the bench's clock. Return one row per variant."""
     runs = [_VariantRun(variant=variant, plan=context.plan_with(variant.settings)) for variant in variants]
     own = next(run for run in runs if run.variant.is_plan)
     # Start with the plan and its neighbors. Extreme values are the slowest, so they come last in case time runs out.

@@ -104,7 +104,7 @@ class ProcessStepBench:
     def request(self, timeout: float, **message: Any) -> dict[str, Any]:
         """Send a request and return the response of the child.
 
-        Raises ProbeFailedError if the child reports a failure, exits, or does not respond in time. A child that does
+        Raise ProbeFailedError if the child reports a failure, exits, or does not respond in time. A child that does
         not respond is killed.
         """
         if self._worker is None:
@@ -189,7 +189,7 @@ class ProcessPreparedStep:
         self._peak_bytes: int | None = None
 
     def prepare(self, seconds: float) -> None:
-        """Prepare the settings in the child, within `seconds`. Raises ProbeFailedError."""
+        """Prepare the settings in the child, within `seconds`. Raise ProbeFailedError on failure."""
         response = self._bench.request(
             seconds, do="prepare", number=self._number, settings=self._settings, seconds=seconds
         )
@@ -198,7 +198,7 @@ class ProcessPreparedStep:
         self._process_number = self._bench.num_restarts
 
     def step(self, index: int) -> float:
-        """Run one step in the child and return its duration in seconds. Raises ProbeFailedError."""
+        """Run one step in the child and return its duration in seconds. Raise ProbeFailedError on failure."""
         # The process was restarted after the preparation.
         if self._process_number != self._bench.num_restarts:
             self.prepare(max(_STEP_SECONDS, 3 * self.preparation_seconds))
@@ -209,7 +209,7 @@ class ProcessPreparedStep:
         return float(response["seconds"])
 
     def check(self) -> None:
-        """Check compiled code against the model's own code in the child. Raises ProbeFailedError."""
+        """Check compiled code against the model's own code in the child. Raise ProbeFailedError on failure."""
         timeout = max(_STEP_SECONDS, 2 * self.preparation_seconds)
         self._bench.request(timeout, do="check", number=self._number)
 

@@ -94,18 +94,21 @@ class StepBench(Protocol):
         """Predict the memory of a step in bytes without running it. Return None if unknown."""
 
     def agreement(self, settings: Settings, *, seconds: float) -> SettingsAgreement:
-        """Compare the loss and gradients under these settings with fp32, within `seconds`. Raises ProbeFailedError."""
+        """Compare the loss and gradients under these settings with fp32, within `seconds`.
+
+        Raise ProbeFailedError on failure.
+        """
 
     def prepare(self, settings: Settings, *, seconds: float) -> PreparedStep:
         """Build the workload, compile it and run at least one step, within `seconds` if possible.
 
-        Raises ProbeFailedError.
+        Raise ProbeFailedError on failure.
         """
 
     def use_batch(self, size: int) -> None:
         """Change the global batch size. `plan` becomes the rule-based plan for it, and prepared steps become invalid.
 
-        Raises ProbeFailedError.
+        Raise ProbeFailedError on failure.
         """
 
 

@@ -96,7 +96,7 @@ def not_swept_reason(plan: Plan, setting: str) -> str | None:
 def select_sweeps(plan: Plan, requested: Sequence[str]) -> list[str]:
     """Return the requested sweeps, or all possible sweeps if none is requested.
 
-    Raises UsageError if a requested sweep is not possible.
+    Raise UsageError if a requested sweep is not possible.
     """
     for setting in requested:
         reason = not_swept_reason(plan, setting)

@@ -64,7 +64,7 @@ class SearchContext:
         return self.plans[key]
 
     def prepare(self, settings: Settings, *, seconds: float) -> PreparedSettings:
-        """Prepare settings, and record their peak memory. Raises ProbeFailedError."""
+        """Prepare settings, and record their peak memory. Raise ProbeFailedError on failure."""
         plan, started = self.plan_with(settings), self.bench.clock()
         try:
             prepared = self.bench.prepare(settings, seconds=seconds)

@@ -37,7 +37,7 @@ def stop_immediately(number: int) -> NoReturn:
 
 @contextmanager
 def handle_signals(handler: SignalHandler, *numbers: int) -> Iterator[None]:
-    """Handle these signals with `handler` in the body, and restore the previous handlers afterwards."""
+    """Handle these signals with `handler` in the body, and restore the previous handlers afterward."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -59,7 +59,7 @@ class JsonWorker:
 
     `log` receives stdout and stderr. By default they go to a temporary file (`read_stderr`, `describe_exit`).
     `max_bytes` is the resident memory above which the process is killed. `is_threaded=False` keeps the child
-    single-threaded, so that it can fork. It then notices the end of its parent only between messages. `payload` yields
+    single-threaded, so that it can fork. It then detects the end of its parent only between messages. `payload` yields
     chunks of bytes for the child to read.
     """
 

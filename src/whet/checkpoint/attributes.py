@@ -1,4 +1,4 @@
-"""Plain attributes of modules and optimizers: numbers, strings, containers, generators, and tensors outside of buffers.
+"""Plain attributes of modules and optimizers: numbers, strings, containers, generators, and tensors outside buffers.
 
 Training may change attributes such as a dropout rate, a counter or a generator. A checkpoint stores their current
 values and their values at the start of the session. A resume restores the attributes that training changed. Attributes
@@ -60,7 +60,7 @@ def plain_names(owner: Any) -> list[str]:
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    """Return whether pruning, weight_norm or spectral_norm recomputes an attribute like `weight` in each forward."""
+    """Return whether pruning, weight_norm or spectral_norm recomputes an attribute in each forward pass."""
     parameters, buffers = module._parameters, module._buffers
     if f"{name}_orig" in parameters:
         return f"{name}_mask" in buffers or f"{name}_u" in buffers
@@ -270,9 +270,9 @@ class _Merge:
         self._taken: set[int] = set()
 
     def __call__(self, now: Any, value: Any, *, is_equal: bool = False) -> Any:
-        """Return `now` with the content of `value` if possible, else `value`.
+        """Copy the content of `value` into `now` and return `now`. If that is impossible, return `value`.
 
-        With `is_equal`, the contents are already equal.
+        Pass `is_equal=True` if both already have the same content, so that only object identity has to be restored.
         """
         if type(value) is tuple or hasattr(value, "_fields"):
             return self._tuple(now, value, is_equal=is_equal)
@@ -365,7 +365,7 @@ def _can_copy(now: Tensor, value: Tensor) -> bool:
 def _num_bytes(value: Any) -> int:
     """Return the total size of the tensors and arrays in a value, in bytes.
 
-    Raises NotEncodableError for too many items.
+    Raise NotEncodableError for too many items.
     """
     total, items, seen, rest = 0, 0, set(), [value]
     while rest:

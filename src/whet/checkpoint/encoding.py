@@ -25,13 +25,13 @@ MAX_JSON_DEPTH = 64
 def dump_json(value: Any) -> bytes:
     """Return a value as canonical JSON.
 
-    Raises ValueError for NaN and Inf, and TypeError for a type that JSON does not have.
+    Raise ValueError for NaN and Inf, and TypeError for a type that JSON does not have.
     """
     return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
 def load_json(data: bytes | bytearray) -> dict[str, Any]:
-    """Decode a JSON object written by `dump_json`. Raises ValueError for JSON with any other formatting."""
+    """Decode a JSON object written by `dump_json`. Raise ValueError for JSON with any other formatting."""
     value = load_foreign_json(data)
     # Encode the value again: any difference means that another program wrote the file.
     if dump_json(value) != data:
@@ -40,7 +40,7 @@ def load_json(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def load_foreign_json(data: bytes | bytearray) -> dict[str, Any]:
-    """Decode a JSON object from any strict JSON within the limits, preserving the order of keys. Raises ValueError."""
+    """Decode a JSON object, preserving the order of keys. Raise ValueError for invalid JSON and above the limits."""
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"{len(data):,} bytes of JSON; at most {MAX_JSON_BYTES:,}")
     try:
@@ -142,7 +142,7 @@ class FileLayout:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a dtype. Raises WhetError if it has none."""
+    """Return the safetensors name of a dtype. Raise WhetError if it has none."""
     if dtype not in _DTYPE_NAMES:
         raise WhetError("tensors of this dtype cannot be saved", got=dtype, try_="one of " + ", ".join(DTYPES))
     return _DTYPE_NAMES[dtype]
@@ -202,7 +202,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def decode_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file as views of `data`.
 
-    Raises ValueError unless `encode_tensors` could have written the file. With `is_foreign`, the file may also have any
+    Raise ValueError unless `encode_tensors` could have written the file. With `is_foreign`, the file may also have any
     alignment, list its tensors in any order, and contain metadata, which is ignored.
     """
     length = int.from_bytes(data[:8], "little")

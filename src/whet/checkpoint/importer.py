@@ -63,7 +63,7 @@ def is_import(path: Path) -> bool:
 
 
 def read_import(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of an imported folder after verifying its hash. Raises WhetError."""
+    """Return the tensors of an imported folder. Raise WhetError if its hash is wrong."""
     try:
         about = ImportInfo.from_json(
             encoding.load_foreign_json(read_verified(path / IMPORT_FILE)), where=path / IMPORT_FILE
@@ -86,7 +86,7 @@ def read_import(path: Path) -> dict[str, Tensor]:
 def load_imported(model: nn.Module, tensors: dict[str, Tensor], *, where: Path) -> None:
     """Copy tensors into a model by name. Floating-point tensors are converted to the model's dtype.
 
-    As in a state_dict, tied tensors may appear under one or all of their names. Raises UsageError if names or shapes do
+    As in a state_dict, tied tensors may appear under one or all of their names. Raise UsageError if names or shapes do
     not match.
     """
     wanted = dict(model.state_dict())
@@ -284,7 +284,7 @@ def _hash(file: BufferedReader) -> str:
 
 
 def _run_unpickle(file: BufferedReader, target: Path, *, key: str | None, seconds: int) -> dict[str, Any]:
-    """Run the unpickling process and return its report. Raises WhetError if it fails."""
+    """Run the unpickling process and return its report. Raise WhetError if it fails."""
     from whet.checkpoint.unpickle import ANSWER_PREFIX
 
     # The child shares the offset of the descriptor. Buffering here has moved it, so rewind the descriptor itself.

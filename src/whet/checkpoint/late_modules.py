@@ -3,10 +3,6 @@
 A checkpoint stores the class names of such modules. A restore creates them before weights are copied, without calling
 constructors, and restores their attributes like those of all other modules. Only classes that the program itself has
 imported are used.
-
-A checkpoint names their classes. Restoring it makes such modules from their classes, without a call of a constructor,
-before weights are copied; their attributes are restored with those of all other modules. Only classes that the program
-has imported itself are used.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +30,7 @@ def describe_classes(model: nn.Module) -> Classes:
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
-    # torch gives a parametrized module a class of its own, derived from the user's class.
+    # torch gives each parametrized module a new class, derived from the user's class.
     cls = type(module)
     return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
 
@@ -126,7 +122,7 @@ def describe_ties(model: nn.Module) -> list[list[str]]:
 
 
 def fit_ties(model: nn.Module, wanted: Sequence[Sequence[str]]) -> None:
-    """Tie and untie the parameters of a model to match a saved model. Weights are copied afterwards."""
+    """Tie and untie the parameters of a model to match a saved model. Weights are copied afterward."""
     first_of = {name: names[0] for names in wanted for name in names}
     for names in describe_ties(model):
         for name in names[1:]:

@@ -145,7 +145,7 @@ class CheckpointManifest(FrozenModel):
 def read_manifest(path: Path, data: bytes | bytearray) -> CheckpointManifest:
     """Decode the manifest of the checkpoint folder `path` and validate every field.
 
-    Raises DamagedCheckpointError, or WhetError for an unknown format.
+    Raise DamagedCheckpointError, or WhetError for an unknown format.
     """
     try:
         # Accept only canonical JSON: whet never writes a manifest in another encoding.
@@ -281,7 +281,7 @@ def open_verified(path: Path, *, expected: FileDigest | None = None) -> Iterator
 
 
 def read_exactly(file: FileIO, num_bytes: int, *, path: Path) -> bytearray:
-    """Return the next `num_bytes` of a file. Raises DamagedCheckpointError if the file is shorter."""
+    """Return the next `num_bytes` of a file. Raise DamagedCheckpointError if the file is shorter."""
     data = bytearray(num_bytes)
     view, filled = memoryview(data), 0
     while filled < num_bytes:

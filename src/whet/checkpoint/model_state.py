@@ -109,7 +109,8 @@ def _describe(kind: str, tensor: Tensor) -> list[Any]:
 def late_changes(initial: Structure, now: Structure, *described: Described) -> list[str]:
     """Return the parameters that were added, removed or renamed since the session began.
 
-    Parameters replaced by pruning or by a reparametrization in `described` are excluded, because a resume repeats that.
+    Parameters replaced by pruning or by a reparametrization in `described` are excluded, because a resume replaces
+    them again.
     """
     started = {name for name, kind in initial.items() if kind is not None and kind[0] == "parameter"}
     current = {_unpruned(name, now) for name, kind in now.items() if kind is not None and kind[0] == "parameter"}

@@ -76,7 +76,7 @@ def _encode_parts(
             entry: dict[str, Any] = {"parameter": names[owner]}
             path = names[owner]
         else:
-            # Some optimizers store counters of their own under string keys.
+            # Some optimizers also store counters under string keys.
             entry, path = {"key": encoder.encode(owner, f"{prefix}@key")}, f"@{owner}"
         if isinstance(values, dict):
             entry["items"] = [
@@ -129,7 +129,7 @@ class OptimizerRestorer:
         self._decoder, self._tensors, self._rows, self._part_for = decoder, tensors, rows, part_for
 
     def restore(self, optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
-        """Restore an optimizer. Raises WhetError if the checkpoint was made with a different optimizer."""
+        """Restore an optimizer. Raise WhetError if the checkpoint was made with a different optimizer."""
         if facts["class"] != type(optimizer).__name__:
             raise WhetError(
                 "the checkpoint was made with another optimizer",

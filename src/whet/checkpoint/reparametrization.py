@@ -1,6 +1,6 @@
 """Parametrizations, weight_norm and spectral_norm that are added to or removed from a model during training.
 
-A checkpoint describes those of the model. A restore applies them before weights are copied. The modules of a
+A checkpoint describes them, and a restore applies them before weights are copied. The modules of a
 parametrization are recreated from their classes if the program has imported these, and their attributes are restored
 like those of all other modules.
 """
@@ -65,7 +65,7 @@ def fit_reparametrizations(
 ) -> list[str]:
     """Add and remove reparametrizations so that a model matches the saved one.
 
-    `wanted` and `structure` describe the saved model. Weights get arbitrary values and must be copied afterwards.
+    `wanted` and `structure` describe the saved model. Weights get arbitrary values and must be copied afterward.
     Return the names of the modules that were added, which have no attributes yet.
     """
     current = describe_reparametrizations(model)

@@ -31,7 +31,7 @@ class RankExchange(Protocol):
         """Publish a message."""
 
     def wait(self, name: str) -> str:
-        """Wait for a message and return it. Raises WhetError if the sender has exited or does not respond."""
+        """Wait for a message and return it. Raise WhetError if the sender has exited or does not respond."""
 
     def drop(self, name: str) -> None:
         """Delete a message that every rank has read."""
@@ -98,7 +98,7 @@ def save_sharded(
     """Write the checkpoint of a step from all ranks. Once this returns on any rank, the checkpoint is durable.
 
     All ranks call this for the same step with the same `turn`, a number that is used only once. Rank 0 calls `check`
-    before anything is written. Returns the size in bytes on rank 0, and 0 on all other ranks.
+    before anything is written. Return the size in bytes on rank 0, and 0 on all other ranks.
     """
     if exchange.rank == 0:
         return _save_as_leader(folder, snapshot, step=step, exchange=exchange, turn=turn, check=check)

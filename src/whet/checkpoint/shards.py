@@ -87,7 +87,7 @@ def write_shard(draft: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, R
 def merge_shards(shards: Sequence[Shard]) -> dict[str, ShardedTensor]:
     """Combine the shards of all ranks, in rank order, into the manifest's table of sharded tensors.
 
-    Raises ValueError if rows are missing, duplicated or out of order.
+    Raise ValueError if rows are missing, duplicated or out of order.
     """
     table: dict[str, ShardedTensor] = {}
     for name in {name: None for shard in shards for name in shard.held}:
@@ -125,7 +125,7 @@ def read_rows(
 ) -> tuple[dict[str, Tensor], dict[str, RowRange]]:
     """Read and verify the wanted rows of all sharded tensors.
 
-    Returns the tensors, and the row ranges of those that were read only in part.
+    Return the tensors, and the row ranges of those that were read only in part.
     """
     layouts = {name: _checked_layout(manifest, name) for name in sorted(shard_files(manifest))}
     tensors: dict[str, Tensor] = {}
@@ -150,7 +150,7 @@ def read_rows(
 
 
 def _checked_layout(manifest: CheckpointManifest, file_name: str) -> FileLayout:
-    """Return the layout that the manifest implies for a file. Raises ValueError if it does not match the file size."""
+    """Return the layout that the manifest implies for a file. Raise ValueError if it does not match the file size."""
     kinds = {
         name: (DTYPES[tensor.dtype], (piece.stop - piece.start, *tensor.shape[1:]))
         for name, tensor in manifest.sharded.items()

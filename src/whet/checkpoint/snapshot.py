@@ -83,7 +83,7 @@ def take_snapshot(
     saved, because groups added later do not belong to the run. `others` maps names to additional optimizers and their
     scalers. With `has_gradients`, gradients are saved too, because user code may accumulate them over several steps.
     `registered` maps names to user objects. With `initial`, flags and attributes of modules and optimizers are also
-    saved. Raises UsageError for state that cannot be encoded.
+    saved. Raise UsageError for state that cannot be encoded.
     """
     tensors = model_tensors(model)
     encoder = StateEncoder(tensors)

@@ -31,7 +31,7 @@ from whet.distributed.strategies import local_rows, local_tensor
 from whet.step.ema import Ema, named_tensors
 
 MOVE_CHECKPOINT = "move the newest folder out of checkpoints/, and run the same command again"
-"""Hint for a newest checkpoint that cannot be restored. The run then resumes from the previous one."""
+"""Hint of the error if the newest checkpoint cannot be restored. Without it, the run resumes from the previous one."""
 
 
 class RestoredState(NamedTuple):
@@ -59,7 +59,7 @@ def restore_snapshot(
     """Restore the model, optimizers, moving average, registered objects and generators.
 
     With `initial`, the description of the model at the start of this session, flags and attributes are restored too.
-    Saved objects that are not in `registered` are skipped, and `restore_registered` can restore them later. Raises
+    Saved objects that are not in `registered` are skipped, and `restore_registered` can restore them later. Raise
     WhetError if the snapshot does not match.
     """
     try:
@@ -226,7 +226,7 @@ def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
 
 
 def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
-    """Return the saved rows that this rank's part of `target` needs. Raises WhetError if other rows were read."""
+    """Return the saved rows that this rank's part of `target` needs. Raise WhetError if other rows were read."""
     read, needed = snapshot.rows.get(name), local_rows(target)
     if read != needed:
         got = f"{read or 'all rows'} of {name!r} were read; {needed or 'all rows'} are needed"

@@ -45,7 +45,7 @@ class StateDecoder:
         self._was_on_host = was_on_host
 
     def decode(self, value: Any) -> Any:
-        """Return the decoded state. Raises KeyError, TypeError or ValueError for a value that no encoder returns."""
+        """Return the decoded state. Raise KeyError, TypeError or ValueError for a value that no encoder returns."""
         if isinstance(value, list):
             return self._list(value)
         if not isinstance(value, dict):

@@ -13,7 +13,7 @@ _MAX_TENSOR_ITEMS = 64
 
 
 def encode_state(value: Any, *, path: str = "") -> Any:
-    """Return a state as JSON that includes small tensors. Raises NotEncodableError for a value without an encoding.
+    """Return a state as JSON that includes small tensors. Raise NotEncodableError for a value without an encoding.
 
     >>> encode_state({"best": float("inf"), "last": 3})
     {'best': {'$': 'float', 'value': 'inf'}, 'last': 3}
@@ -22,7 +22,7 @@ def encode_state(value: Any, *, path: str = "") -> Any:
 
 
 def decode_state(value: Any) -> Any:
-    """Return the state encoded by `encode_state`. Raises KeyError, TypeError or ValueError for anything else."""
+    """Return the state encoded by `encode_state`. Raise KeyError, TypeError or ValueError for anything else."""
     return StateDecoder({}).decode(value)
 
 

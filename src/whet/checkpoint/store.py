@@ -142,7 +142,7 @@ def load_newest(
     """Load the newest checkpoint that passes verification, or None if the folder has no checkpoint.
 
     With `run_id`, checkpoints of other runs are rejected. Ranks that must load the same checkpoint pass a `read`
-    function and the `steps` to try. Raises DamagedCheckpointError if no checkpoint is usable.
+    function and the `steps` to try. Raise DamagedCheckpointError if no checkpoint is usable.
     """
     rejected: list[str] = []
     for step in reversed(list_steps(folder) if steps is None else steps):
@@ -163,7 +163,7 @@ def load_newest(
 
 
 def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
-    """Load a checkpoint and verify everything that is read. Raises DamagedCheckpointError.
+    """Load a checkpoint and verify everything that is read. Raise DamagedCheckpointError if it is damaged.
 
     `wanted` selects the rows of each tensor that this rank needs. The default is all rows.
     """
@@ -206,7 +206,7 @@ def encode_and_decode(snapshot: Snapshot) -> Snapshot:
 def check_sizes(path: Path) -> CheckpointManifest:
     """Return the manifest after checking that exactly the listed files exist with the listed sizes.
 
-    The content of the files is not read. Raises DamagedCheckpointError.
+    The content of the files is not read. Raise DamagedCheckpointError if they differ.
     """
     manifest = read_manifest(path, read_verified(path / MANIFEST))
     if checkpoint_name(manifest.step) != path.name:

@@ -136,7 +136,7 @@ def _load(file: Any) -> Any:
 def select_weights(content: Any, key: str | None) -> tuple[Any, str]:
     """Return the part of the file that contains the weights, and its dotted key.
 
-    The key is empty if the tensors are at the top level. Raises WhetError if no weights are found.
+    The key is empty if the tensors are at the top level. Raise WhetError if no weights are found.
     """
     if not isinstance(content, Mapping):
         raise WhetError("the file is not a dict", got=type(content).__name__, try_="a file with a state_dict")
@@ -162,7 +162,7 @@ def select_weights(content: Any, key: str | None) -> tuple[Any, str]:
 def flatten(content: Any) -> Iterator[tuple[str, Any]]:
     """Yield all values of nested dicts with their dotted names.
 
-    Raises WhetError if a limit is exceeded, as by a dict that contains itself.
+    Raise WhetError if a limit is exceeded, as by a dict that contains itself.
     """
     count = 0
     waiting: list[tuple[str, Any, int]] = [("", content, 0)]

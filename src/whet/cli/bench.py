@@ -165,6 +165,6 @@ def _write(result: "BenchResult", folder: Path, *, is_page: bool) -> list[Path]:
 
 
 def _unused(folder: Path, stem: str) -> str:
-    """Return the file stem, with a number appended if it exists, because measurements are never overwritten."""
+    """Return `stem`, or `stem` with a number if that file already exists. Measurements are never overwritten."""
     names = chain([stem], (f"{stem}-{number}" for number in count(2)))
     return next(name for name in names if not (folder / f"{name}.json").exists())

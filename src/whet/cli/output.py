@@ -104,7 +104,7 @@ def failed_request(problem: BaseException) -> None:
 
 
 def rank_lost(line: str) -> None:
-    """Print that a rank is lost, on whichever rank notices it."""
+    """Print that a rank is lost, on whichever rank detects it."""
     _to_stderr(line)
 
 

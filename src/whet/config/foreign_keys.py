@@ -1,4 +1,4 @@
-"""Errors for keys of other tools that whet does not have, which say what to write instead."""
+"""Errors for keys of other tools that whet does not have, with the whet key to use instead."""
 
 from collections.abc import Mapping
 from typing import Any

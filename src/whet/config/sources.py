@@ -270,7 +270,7 @@ def _check_key(name: str, word: str) -> str:
 
 
 def _split_items(text: str, word: str) -> list[str]:
-    """Split text at commas that are outside of brackets and quotes."""
+    """Split text at commas that are outside brackets and quotes."""
     items, item, waiting, quote = [], "", [], ""
     for letter in text:
         if quote:

@@ -156,7 +156,7 @@ class RowDataset:
 
 
 class TupleRows:
-    """A map-style dataset of tuples, the rows of several columns, or of the entries of a list."""
+    """A map-style dataset of tuples (the rows of several columns) or of the entries of a list."""
 
     def __init__(self, columns: Sequence[Any]) -> None:
         _check_lengths(name_fields(columns))

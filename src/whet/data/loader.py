@@ -32,7 +32,7 @@ CollateFunction = Callable[[list[Any]], Any]
 def with_loader_options(data: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the training options with those that a DataLoader determines: global_batch_size, shuffle and seed.
 
-    Raises UsageError for an option that contradicts the loader, and if the batch size is unknown.
+    Raise UsageError for an option that contradicts the loader, and if the batch size is unknown.
     """
     given = {name: value for name, value in options.items() if value is not None or name != "global_batch_size"}
     if not isinstance(data, DataLoader):

@@ -39,7 +39,7 @@ def _rebuild_error(what: str, got: str | None, try_: str | None) -> BadSampleErr
 
 
 class DatasetReader:
-    """Reads samples and collates batches, each under its own seed, and restores the generators afterwards."""
+    """Reads samples and collates batches, each under its own seed, and restores the generators afterward."""
 
     def __init__(
         self,

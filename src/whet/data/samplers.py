@@ -94,7 +94,7 @@ class SamplerOrder(SampleOrder):
         return indices, np.arange(step, len(indices) + step, step).clip(max=len(indices))
 
     def _difference(self, drawn: tuple[np.ndarray, np.ndarray], epoch: int) -> str | None:
-        """Return why a new process could not repeat this epoch when it draws it from a new sampler, or None."""
+        """Return why a new process with a new sampler would not draw the same epoch, or None if it would."""
         name = type(self._sampler).__name__
         if self._original is None:
             return f"{name} cannot be copied, so it is not known whether its order can be repeated"
@@ -168,7 +168,7 @@ def copy_sampler(sampler: Any) -> Any:
 
 
 def as_indices(drawn: Sequence[Any]) -> np.ndarray:
-    """Return the indices drawn by a sampler. Raises an error for keys that are not integers."""
+    """Return the indices drawn by a sampler. Raise an error for keys that are not integers."""
     try:
         return np.fromiter((operator.index(index) for index in drawn), dtype=np.int64)
     except TypeError as error:

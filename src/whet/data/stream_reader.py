@@ -94,7 +94,7 @@ class StreamReader(Generic[T]):
             raise UsageError(what, got=got, try_="data whose __iter__ starts a new pass over the samples each time")
         while ahead is not None:
             # Reading ahead shows which batch is the last, so save the state before it. At the end of an epoch, save it
-            # afterwards, because it may contain the epoch number.
+            # afterward, because it may contain the epoch number.
             saved, end = self._current_state(), start + self._length(ahead)
             current, ahead = ahead, self._read(iterator, epoch, end, None)
             is_last = ahead is None

@@ -1,4 +1,4 @@
-"""Sources that determine the order of their samples themselves: iterables, and DataLoaders over iterable datasets."""
+"""Sources that define their own sample order: iterables, and DataLoaders over iterable datasets."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from whet.data.stream_reader import StreamReader
 from whet.data.structure import batch_length
 
 _END = object()
-"""Marks the end of an epoch. None would not do, because a DataLoader may yield it by mistake."""
+"""Marks the end of an epoch. None is not suitable, because a DataLoader may yield it by mistake."""
 
 
 class _StreamedSource(AbstractSource):
@@ -65,8 +65,8 @@ class IterableSource(_StreamedSource):
             yield GlobalBatch(ids=ids, after=read.after, is_last_of_epoch=read.is_last, samples=kept, collated=collated)
 
     def _read(self, iterator: Iterator[Any], epoch: int, start: int, limit: int | None) -> tuple[Any, ...] | None:
-        # Seed the generators, so that what a stream draws depends only on its position and does not affect the draws of
-        # steps.
+        # Seed the generators, so that the random draws of a stream depend only on its position and do not affect those
+        # of steps.
         with seeded_rng(mix_seed(self._seed, epoch, start)):
             samples = tuple(itertools.islice(iterator, min(limit or self._global_batch_size, self._global_batch_size)))
         return samples or None

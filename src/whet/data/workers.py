@@ -214,7 +214,7 @@ def _describe_exit(code: int | None) -> str:
 def _read_exactly(source: Connection, size: int) -> bytearray:
     """Read exactly `size` bytes.
 
-    Raises EOFError if the worker has exited, and TimeoutError if it sends nothing.
+    Raise EOFError if the worker has exited, and TimeoutError if it sends nothing.
     """
     data = bytearray(size)
     view, filled = memoryview(data), 0

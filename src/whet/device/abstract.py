@@ -167,7 +167,7 @@ class DeviceMemory:
         return MemoryUsage()
 
     def free_bytes(self) -> int | None:
-        """Return the bytes of device memory that no process uses, or None if the device has no memory of its own."""
+        """Return the bytes of device memory that no process uses, or None if the device uses host memory."""
         return None
 
     def reset_peak(self) -> None:

@@ -80,7 +80,7 @@ class ContentionWatch:
         elif waited > MAX_WAITING_SHARE * (times.total - last.total):
             self._idle = self._start_idle()
             if self._idle is None:
-                # torch does not use libgomp, and that does not change. Looking for it again reads all memory maps.
+                # torch does not use libgomp, and never will in this process. Looking again would read all memory maps.
                 return False
             self.was_contended = True
             self._spin_at = times.total + self._sleep_seconds

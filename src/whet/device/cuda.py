@@ -179,7 +179,7 @@ class CudaGraphs(AbstractGraphs):
     def _repair(self, rng_state: Tensor) -> None:
         """Restore the allocator and the generator after a failed capture.
 
-        torch may leave both in capture mode (pytorch#180395, #190308). Raises WhetError if the GPU remains unusable.
+        torch may leave both in capture mode (pytorch#180395, #190308). Raise WhetError if the GPU remains unusable.
         """
         with suppress(Exception):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)

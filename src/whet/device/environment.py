@@ -35,7 +35,7 @@ def configure_before_torch(*, mps_fallback: bool, deterministic: bool = False) -
 def configure_mps_memory() -> None:
     """Set the memory watermarks of MPS, unless the user has set one.
 
-    Call this before the first allocation or memory query of MPS. Raises UsageError for values that MPS would reject.
+    Call this before the first allocation or memory query of MPS. Raise UsageError for values that MPS would reject.
     """
     _set_watermarks()
     _check_watermarks()
@@ -70,7 +70,7 @@ def configure_compile_cache() -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder that only this user can access. Raises PermissionError if another user owns it."""
+    """Create a folder that only this user can access. Raise PermissionError if another user owns it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Check the owner, because root can change the mode of any folder.
     if folder.stat().st_uid != os.getuid():

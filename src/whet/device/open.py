@@ -35,7 +35,7 @@ class SelectedDevice:
 def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies: bool = False) -> SelectedDevice:
     """Open a device by name: auto (cuda, else mps, else cpu), cuda, cuda:1, mps, cpu or fake.
 
-    Raises WhetError if the device cannot be used. With on_failure="cpu", it opens the CPU instead. `overlaps_copies`
+    Raise WhetError if the device cannot be used. With on_failure="cpu", it opens the CPU instead. `overlaps_copies`
     makes copies from the host to a CUDA device asynchronous.
     """
     kind, _, index = name.partition(":")

@@ -48,7 +48,7 @@ class RankGroup:
 
     @functools.cached_property
     def store(self) -> RankStore:
-        """The store for messages outside of collectives. Available only with several ranks."""
+        """The store for messages outside collectives. Available only with several ranks."""
         return RankStore(self.ranks, timeout_seconds=TIMEOUT_SECONDS)
 
     @functools.cached_property

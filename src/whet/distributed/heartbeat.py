@@ -1,9 +1,9 @@
 """Heartbeats and stall detection, which end a run if a rank has died, hangs or computes forever.
 
 If a rank is killed, the launcher asks the other ranks to stop, but they may be waiting for it inside a step. If a rank
-is frozen (stopped, or suspended with its machine), the launcher does not notice, and the timeout of NCCL and gloo is of
-little use, because it must exceed the longest evaluation. A separate thread sends heartbeats, even while the main
-thread hangs or computes forever. So each heartbeat says whether the main thread makes progress.
+is frozen (stopped, or suspended with its machine), the launcher does not detect it, and the timeout of NCCL and gloo is
+of little use, because it must exceed the longest evaluation. A separate thread sends heartbeats, even while the main
+thread hangs or computes forever. Each heartbeat therefore reports whether the main thread makes progress.
 """
 
 import contextlib

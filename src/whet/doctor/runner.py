@@ -193,7 +193,7 @@ def run_checks(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
         start = time.perf_counter()
         finding = run_check_safely(check, device)
         seconds = time.perf_counter() - start
-        # From the size of stderr, the parent knows which check a message of the driver belongs to.
+        # The parent uses the size of stderr to assign messages of the driver to checks.
         channel.send({"seconds": seconds, "finding": finding.as_json(), "stderr_bytes": os.fstat(2).st_size})
     return 0
 

@@ -216,7 +216,8 @@ def _checked(
 ) -> dict[str, NumberRange | Choices]:
     """Validate choices and range ends with the config, and determine which ranges contain only integers."""
     checked = dict(dimensions)
-    # Keys may depend on each other (the number of heads must divide the width), so one valid combination is enough.
+    # A value may be valid only with some values of other keys (the number of heads must divide the width), so one valid
+    # combination is enough.
     others = {key: list(_samples(dimension)) for key, dimension in dimensions.items()}
     for key, dimension in dimensions.items():
         beside = {k: v for k, v in others.items() if k != key}

@@ -240,9 +240,10 @@ def _last_value(run: Path, *, goal: str) -> tuple[float | None, int]:
 
 
 def _peak_memory(run: Path) -> int | None:
-    """Return the largest memory reading of a run in bytes, or None.
+    """Return the highest memory usage that a run has logged, in bytes, or None if it has logged none.
 
-    Each reading counts the device's peak if it has one, else its reserved or allocated memory, else the process.
+    Each event contributes the first of these values that it contains: peak, reserved and allocated memory of the
+    device, memory of the process.
     """
     if not (run / RUN_FILE).exists():
         return None

@@ -313,7 +313,7 @@ def _memory_left(limit: int | None, used: int | None, cached: int | None) -> int
 
 def _cgroup_folders(mounted: Path, group: str | None) -> list[Path]:
     """Return the folders of the group and its parents, each of which may set a limit."""
-    # Inside a container, the kernel may report a path of the host, which lies outside of the mount.
+    # Inside a container, the kernel may report a path of the host, which lies outside the mount.
     if group is None or ".." in group:
         return []
     steps = PurePosixPath(group.strip("/"))

@@ -32,7 +32,7 @@ NO_DRIVER = NvidiaCards("missing")
 def query_driver(*, run: ProgramRunner = run_program) -> NvidiaCards:
     """Query nvidia-smi. Drivers before 510 do not support compute_cap, so they are queried again without it."""
     cards = parse_cards(run(_query_command(_QUERY_FIELDS), any_exit=True), fields=_QUERY_FIELDS)
-    # An old driver rejects the whole query if it does not know one field.
+    # An old driver rejects the whole query if it does not support one field.
     if cards.driver == "not running":
         again = parse_cards(
             run(_query_command(_QUERY_FIELDS_BEFORE_510), any_exit=True), fields=_QUERY_FIELDS_BEFORE_510

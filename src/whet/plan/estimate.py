@@ -6,8 +6,8 @@ The time of a step is the sum of three parts:
   + bytes      / (published bandwidth x 0.85)       weights, optimizer state and activations
   + operators  x seconds per operator               overhead of Python, the driver and small kernels
 
-Each constant is the middle of published values. docs/measure.md lists the sources, and compares the result with the
-steps in docs/bench. No simple formula covers all models, so the result is a range from half to twice the estimate.
+Each constant is the midpoint of the published values. docs/measure.md lists the sources, and compares the result with
+the steps in docs/bench. No simple formula covers all models, so the result is a range from half to twice the estimate.
 """
 
 import math
@@ -187,8 +187,8 @@ def _sample_flops(workload: Workload) -> float:
     """Return the operations of a sample of full length, as given by the workload, or as if each weight is used once."""
     if workload.flops_per_sample is not None:
         return workload.flops_per_sample
-    # Two operations per weight in the forward pass and four in the backward pass. Frozen weights need no gradient of
-    # their own, so they take two in the backward pass.
+    # Two operations per weight in the forward pass and four in the backward pass. Frozen weights have no gradient,
+    # so they take only two in the backward pass.
     return (6.0 * workload.num_parameters + 4.0 * workload.num_frozen) * workload.max_length
 
 

@@ -150,7 +150,7 @@ class Recipe:
         config: Any,  # noqa: ARG002
         versions: Mapping[str, str | None],  # noqa: ARG002
     ) -> WhetError:
-        """Return the error for a run whose data has changed, with the reason if the recipe knows it.
+        """Return the error for a run whose data has changed, with the reason if it is known.
 
         `versions` contains the package versions at the start of the run.
         """

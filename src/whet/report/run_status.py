@@ -264,7 +264,7 @@ def _finite_numbers(value: object) -> dict[str, float]:
 
 
 def _heat(history: History, event: Event) -> str | None:
-    """Return the thermal state as text. Without a sensor, it only says how much slower the steps are."""
+    """Return the thermal state as text. Without a sensor, return only the slowdown of the steps."""
     thermal = event.get("thermal")
     levels = () if thermal is None else (event.get("heat"), thermal)
     parts = list(dict.fromkeys(str(level) for level in levels if isinstance(level, str | int) and level is not False))

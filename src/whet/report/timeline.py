@@ -16,7 +16,7 @@ MAX_TIMELINE = 300
 MAX_SLOW_PERIODS = 200
 # Steps must be slower by this factor, for this many seconds, to be shown as a slow period.
 MIN_SLOW_FACTOR, MIN_SLOW_SECONDS = 1.3, 10.0
-# Minimum number of speeds inside and outside of a period, to compare them.
+# Minimum number of speeds inside and outside a period, to compare them.
 _MIN_SPEEDS = 3
 TIMELINE_KINDS = ("start", "plan", "checkpoint", *INCIDENT_KINDS, "end")
 
@@ -112,7 +112,7 @@ class SlowPeriod(FrozenModel):
     """Start of the period in training seconds."""
     to_seconds: float
     factor: float = 1.0
-    """Median speed outside of all slow periods divided by the median speed in this one."""
+    """Median speed outside all slow periods divided by the median speed in this one."""
 
 
 def slow_periods(
@@ -268,7 +268,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def _title(kind: str) -> str:
-    """Return the title of an incident, or an empty text if its reason says everything."""
+    """Return the title of an incident, or an empty text if its reason needs no title."""
     return _TITLES.get(kind, "" if kind in INCIDENT_KINDS else kind)
 
 

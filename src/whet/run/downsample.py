@@ -179,7 +179,7 @@ def _cached(history: History, name: str, make: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class _BucketedRows:
-    """The rows of a table sorted by step, with their x positions and the indexes of their points."""
+    """The rows of a table sorted by step, with their x positions and the indices of their points."""
 
     order: Integers
     steps: Integers

@@ -1,7 +1,7 @@
 """One line of events.jsonl.
 
 Each line is a JSON object with `kind`, `time` (unix seconds) and `step` (optimizer steps done), and the fields of its
-kind. NaN and infinity are written as described in strict_json. Fields that readers know:
+kind. NaN and infinity are written as described in strict_json. The fields by kind:
 
     start       total_steps, goal (the metric that decides the best checkpoint), mode ("max" or "min"), optimizers
                 (the names of several; a step then has loss_NAME of each, and loss is their sum)

@@ -289,7 +289,7 @@ def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 def _void_limits(blocks: tuple[EventBlock, ...]) -> list[float]:
     """Return, for each block, the lowest step from which a later block resumes. Later steps in the block are void."""
     limits: list[float] = []
-    # Go backwards, so that each block sees the lowest resume of all later blocks.
+    # Go backward, so that each block sees the lowest resume of all later blocks.
     lowest = float("inf")
     for block in reversed(blocks):
         limits.append(lowest)

@@ -1,7 +1,7 @@
 """Optimizer steps that are captured once per shape and then replayed with a single launch.
 
 This module runs, captures or replays the step of `step.py`. A shape runs eagerly the first time and is captured the
-second time. No step runs just for the sake of a capture, and a failed capture changes nothing. Steps that cannot be
+second time. No extra step is run for a capture, and a failed capture changes nothing. Steps that cannot be
 captured run eagerly; `graph_obstacle` holds the reason.
 """
 

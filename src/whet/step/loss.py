@@ -76,8 +76,8 @@ _CONSTANTS = (str, bool, type, types.BuiltinFunctionType, types.ModuleType)
 def loss_code(loss: Any) -> Hashable:
     """Return a key that identifies a loss across steps: its code and that of the functions and modules it refers to.
 
-    A loop may define a loss anew in each step, with different numbers and tensors. It is then still the same loss, and
-    the key keeps none of those objects alive.
+    A loop may redefine a loss in each step, with different numbers and tensors. Its key remains the same, and does not
+    keep any of those objects alive.
     """
     code: Hashable = _code(loss.function if isinstance(loss, BatchLoss) else loss, _MAX_DEPTH)
     return code
@@ -164,7 +164,7 @@ def _num_arguments(function: Callable[..., Any]) -> tuple[int, float]:
         and not function.__dict__
         and not function.__code__.co_flags & inspect.CO_VARARGS
     ):
-        # Read from the code: inspect.signature takes 20 us, and a loop may define its loss anew in each step.
+        # Read from the code: inspect.signature takes 20 us, and a loop may redefine its loss in each step.
         count = function.__code__.co_argcount
         return count - len(function.__defaults__ or ()), count
     try:

@@ -127,7 +127,7 @@ def large_heads(plan: Plan, model: nn.Module) -> dict[str, nn.Linear]:
     if "linear-rows" not in plan.hazards:
         return {}
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    # A layer with a forward method of its own may not compute a plain product.
+    # A subclass that overrides forward may compute something other than a plain product.
     return {
         name: linear
         for name, linear in linears
@@ -198,7 +198,7 @@ class CompiledCalls:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Call the compiled code inside the `with` block."""
+        """Make the modules run their compiled code inside the `with` block."""
         for module, _, call in self._calls:
             module._compiled_call_impl = call
         try:

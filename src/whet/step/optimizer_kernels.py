@@ -97,16 +97,16 @@ def save_kernels(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def replicate(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of torch's over the same parameters, with groups and state of its own.
+    """Return a copy of a torch optimizer over the same parameters, with separate groups and state.
 
-    Several plans can then take turns on a model: each has its own kernels, and the addresses of its state stay. Other
-    optimizers are returned as they are, because they may keep state anywhere.
+    Several plans can then alternate on one model: each has its own kernels, and the addresses of its state do not
+    change. Other optimizers are returned unchanged, because they may keep state anywhere.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return optimizer
     replica: Optimizer = object.__new__(type(optimizer))
     vars(replica).update(vars(optimizer))
-    # A scheduler of torch replaces this method by one that updates the original.
+    # A torch scheduler replaces this method with one that updates the original.
     vars(replica).pop("step", None)
     replica.param_groups = [_clone_tensors(group) for group in optimizer.param_groups]
     replica.state = defaultdict(dict, {key: _clone_tensors(state) for key, state in optimizer.state.items()})

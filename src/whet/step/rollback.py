@@ -168,8 +168,8 @@ def reduce_memory(
 ) -> Plan:
     """Return the plan with half the micro-batch size, or with activation checkpointing. Raise if neither is possible.
 
-    `num_samples` is the batch size of the failed step. `whole_reason` says why the batch must not be split further, for
-    example because of BatchNorm statistics; None means it can be split.
+    `num_samples` is the batch size of the failed step. `whole_reason` is the reason why the batch must not be split
+    further, such as BatchNorm statistics; None if it can be split.
     """
     planned = plan.micro_batch
     assert isinstance(planned, int)

@@ -52,7 +52,7 @@ class _UnreadableIds:
 
 
 def signature(micro: MicroBatch) -> Signature:
-    """Return everything the host knows about a micro-batch except its ids.
+    """Return the properties of a micro-batch that a capture depends on: sizes, shapes, dtypes and the first index.
 
     Micro-batches with equal signatures can share a capture.
     """

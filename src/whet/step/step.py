@@ -226,7 +226,7 @@ class Stepper:
             loaded = mark()
             micro = loaded_micro if loaded_micro.is_on_device else loaded_micro.map_tensors(self.device.put)
             moved = mark()
-            # With several ranks, no rank knows the total weight yet.
+            # With several ranks, the total weight is not known yet.
             is_whole = len(micro) == num_samples and strategy.is_single_process
             with strategy.micro_batch_context(is_last=is_last):
                 with self.device.autocast(self._precision):

@@ -98,7 +98,7 @@ class BatchSteps:
             return Outcome(loss=nothing, grad_norm=None, marks=(), is_manual=True, has_loss=False)
         losses = {f"loss_{name}": outcome.loss for name, outcome in known.items() if name != MANUAL}
         scalars = {name: value for outcome in known.values() for name, value in outcome.scalars.items()}
-        # The sum is NaN if any of the losses is, which is what the NaN guard needs to see.
+        # The sum is NaN if any of the losses is, so that the NaN guard detects it.
         total = torch.stack([outcome.loss.float() for outcome in known.values()]).sum()
         return replace(
             next(iter(known.values())),

@@ -27,7 +27,7 @@ from whet.training.training_config import TrainingConfig
 
 _HALF_PRECISIONS = ("bf16", "fp16")
 _RESERVED_METRICS = {"kind", "time", "step", "weights"}
-"""Names that an evaluation event uses for fields of its own."""
+"""Names of fields of an evaluation event, which no metric may have."""
 _ONE_STEP_HINT = "for batch in session: session.step(loss, batch)"
 
 
@@ -183,7 +183,7 @@ def check_one_optimizer(optimizer: Any) -> None:
 
 
 def manual_loss(_: Any) -> NoReturn:
-    """Raise UsageError. Placeholder for the loss of manual steps, which only the custom loop itself can compute."""
+    """Stand in for the loss of manual steps, which only the custom loop can compute. Always raise UsageError."""
     raise UsageError(
         "this command needs a loss function, and the training makes manual steps",
         got="session.manual",

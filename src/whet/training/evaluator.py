@@ -56,7 +56,7 @@ class ShardedEvaluation(Protocol):
 class LossEvaluation:
     """The loss function as an evaluation: a mean over all samples, or the sum of losses divided by the sum of weights.
 
-    Unlike a user's evaluation, it receives MicroBatch objects, which know their number of samples.
+    Unlike a user's evaluation, it receives MicroBatch objects, because it needs their number of samples.
     """
 
     def __init__(self, loss: MicroLoss, autocast: Callable[[], AbstractContextManager[object]]) -> None:

@@ -35,7 +35,7 @@ class SegmentEnded(BaseException):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofSegment:
-    """A short part of a training run that a proof executes in a run folder of its own."""
+    """A short part of a training run that a proof executes in a separate run folder."""
 
     run: Path
     steps: int
@@ -58,7 +58,7 @@ class Interception:
         self.is_ended = False
 
     def redirect(self, config: "RunConfig") -> "RunConfig":
-        """Return the config that a session uses in place of its own."""
+        """Return the config that replaces the config of a session."""
         segment = self._segment
         if segment is None or self._owner is not None:
             # Only the first session is part of the proof. Others, such as one nested in it, write nothing.

@@ -70,7 +70,7 @@ def _key(tensor: Tensor) -> int:
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        # A tensor subclass (fake, sharded) may have no storage of its own.
+        # A tensor subclass (fake, sharded) may have no storage.
         if type(value) in (Tensor, nn.Parameter):
             yield value
             if value.grad is not None:

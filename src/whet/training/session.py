@@ -48,7 +48,7 @@ from whet.training.run_context import RunContext
 from whet.training.setup import setup
 
 _MAX_LOSSES = 16
-"""Maximum number of loss functions to remember. A loop may define its loss anew in each step."""
+"""Maximum number of loss functions to remember. A loop may redefine its loss in each step."""
 
 
 class Session:
@@ -320,7 +320,7 @@ class Session:
         if use_best:
             with use_best_weights(run) as best_step:
                 returned = run.executor.evaluate(evaluate, data)
-            # Loading and restoring weights invalidates what the executor has learned about the changes of a step.
+            # Loading and restoring weights invalidates the executor's record of the tensors that a step changes.
             run.executor.expect_changes()
             fields["weights"] = store.checkpoint_name(best_step)
         else:

@@ -91,8 +91,8 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
     plan = _plan_of_first_rank(start.plan, group)
     if is_new and start.run is not None:
         raise UsageError("another process has just started this run", got=str(path), try_="another run folder")
-    # With sharding, a rank knows which rows of the checkpoint it needs only after the model has been sharded, so the
-    # checkpoint is loaded after _build().
+    # With sharding, the rows of the checkpoint that this rank needs are not known until the model has been sharded, so
+    # the checkpoint is loaded after _build().
     is_sharded = not group.is_single_process and plan.sharding == "full"
     checkpoint = None if is_sharded else _find_checkpoint(start.run, model, group)
     has_any = is_sharded and start.run is not None and bool(group.broadcast(store.list_steps(start.run.checkpoints)))

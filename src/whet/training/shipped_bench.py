@@ -78,7 +78,7 @@ def shipped_bench(
 ) -> ProcessStepBench:
     """Return a bench that times this training run in a separate process. Entering it starts the process.
 
-    `plan` is the plan of a LocalStepBench that has learned the workload, and `step_seconds` the duration of its steps.
+    `plan` is the plan of a LocalStepBench that has measured the workload, and `step_seconds` is its step time.
     The model is not moved. Raise NotShippedError if the training run cannot be sent.
     """
     free = read_system_state().memory_available_bytes

@@ -78,7 +78,7 @@ class SourceCode:
             for part in loss_dependencies(loss)
             if (inspect.isfunction(part) and not _is_installed(part)) or isinstance(part, nn.Module)
         ]
-        # A loss usually refers to the model, whose classes have a role of their own.
+        # A loss usually refers to the model, whose classes have a separate role.
         return self.observe("loss", [loss, *(part for part in used if type(part).__qualname__ not in model)])
 
     def state_dict(self) -> dict[str, Hashes]:

@@ -140,7 +140,7 @@ class LocalStepBench:
         return time.perf_counter()
 
     def plan_with(self, settings: Mapping[str, Scalar]) -> Plan:
-        """Return the plan with these settings, and with the settings that depend on them decided anew."""
+        """Return the plan with these settings. Settings that depend on them are decided again."""
         return plan_with(self.plan, settings)
 
     def use_batch(self, size: int) -> None:
@@ -325,7 +325,7 @@ class LocalStepBench:
                 pad_token_id=pad_token_id(self.model),
             )
             if not self._batches:
-                # A dataset is read during the timed steps. Here, a single batch is enough to learn the shapes.
+                # A dataset is read during the timed steps. Here, a single batch is enough to determine the shapes.
                 num_ready = NUM_BATCHES if source.is_in_memory else 1
                 self._batches = list(islice(source.batches(Position()), num_ready))
         return self._sources[key]

@@ -63,7 +63,7 @@ _MIN_STEPS = 100
 """Runs with fewer steps are not measured."""
 _MIN_STEPS_TO_ADVISE = 1_000
 _MIN_SECONDS_TO_ADVISE = 60.0
-"""Runs shorter than this many seconds get no advice to measure."""
+"""For runs shorter than this many seconds, measuring is not recommended."""
 
 _FIXED_IN_LOOPS = ("device", "data_location", "workers", "prefetch")
 """Settings that a custom loop can no longer change at its first step, because it has already read its first batch."""
@@ -154,7 +154,7 @@ def tune(
         raise UsageError("budget must be above 0", got=repr(budget), try_="budget=60, in seconds")
     check_rereadable(data)
     if intercept.active() is not None:
-        # In a proof or a benchmark of the calling function, a measurement of its own would only cost time.
+        # While the calling function is proved or benchmarked, another measurement would only cost time.
         if has_auto_batch:
             intercept.check_fixed_batch()
         return plan_from_rules(config)

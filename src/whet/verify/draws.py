@@ -129,7 +129,7 @@ class _Recorder(_DrawMode):
             return func(*args, **kwargs)
         draws.add_parameters(func, args, kwargs, number=len(draws.drawn))
         result = func(*args, **kwargs)
-        # native_dropout returns its output and the mask, which is what it drew.
+        # native_dropout returns its output and the mask. The mask is the draw.
         drawn = result[1] if func.overloadpacket is _DROPOUT else result
         if not isinstance(drawn, Tensor) or func.overloadpacket not in _IN_PLACE | _NEW | {_DROPOUT}:
             raise UnrepeatableDrawError(f"{func.overloadpacket} draws inside a kernel")

@@ -223,7 +223,7 @@ class StateWalk:
             self.partial[name] = None
 
     def _library_parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
-        """Yield the parts of an object. Some standard library classes keep their state outside of attributes."""
+        """Yield the parts of an object. Some standard library classes keep their state outside attributes."""
         if isinstance(value, array.array | memoryview | _CData):
             self._record(name, bytes(value))
         elif isinstance(value, mmap.mmap):
@@ -326,7 +326,7 @@ def module_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def scripted_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that TorchScript keeps outside of __dict__."""
+    """Yield the attributes that TorchScript keeps outside __dict__."""
     if isinstance(module, torch.jit.ScriptModule):
         kind: Any = getattr(module, "_concrete_type", None)
         names = (key for key in ({} if kind is None else kind.get_attributes()) if key != "training")

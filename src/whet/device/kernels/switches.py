@@ -1,7 +1,7 @@
 """Switches for whet's kernels, and the selection of torch's attention backend.
 
 A model that supports one of whet's kernels checks its switch in the forward pass. Switches are off unless a device
-turns them on, so a model that runs outside of whet uses torch's kernels.
+turns them on, so a model that runs outside whet uses torch's kernels.
 """
 
 import contextlib

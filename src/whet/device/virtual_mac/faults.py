@@ -29,7 +29,7 @@ class SimulatedFault(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """Simulates GPU memory that is allocated outside of torch's allocator."""
+    """Simulates GPU memory that is allocated outside torch's allocator."""
 
     num_bytes: int
 
@@ -191,7 +191,7 @@ def end_all() -> None:
 
 
 def hold_memory(num_bytes: int) -> None:
-    """Simulate GPU memory held outside of torch's allocator. Each call replaces the amount of the previous one."""
+    """Simulate GPU memory held outside torch's allocator. Each call replaces the amount of the previous one."""
     native().hold_more(num_bytes - _held_by_hand[0].num_bytes)
     _held_by_hand[0] = HeldMemory(num_bytes)
 

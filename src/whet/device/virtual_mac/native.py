@@ -132,7 +132,7 @@ state = VirtualMacState()
 
 
 def native() -> Any:
-    """Return the loaded extension. Raises UsageError if no virtual Mac has been installed in this process."""
+    """Return the loaded extension. Raise UsageError if no virtual Mac has been installed in this process."""
     if state.native is None:
         raise UsageError("no virtual Mac is installed in this process", try_='virtual_mac.install("m2-air-8gb")')
     return state.native

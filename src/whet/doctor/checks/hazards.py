@@ -183,7 +183,7 @@ def _large_scores(target: DeviceUnderTest) -> tuple[Any, Any]:
 def _converting_copy(target: DeviceUnderTest) -> tuple[Any, Any]:
     whole = draw(4_100)
     source = target.put(whole)
-    # Start at an offset, because only then the bug used the source as scratch memory.
+    # Start at an offset: only then does the bug use the source as scratch memory.
     copied = source[100:].to("cpu", torch.float16)
     counted = source[100:].to("cpu", torch.int32)
     return (copied.float(), counted, source), (whole[100:], whole[100:].to(torch.int32), whole)

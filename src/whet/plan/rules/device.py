@@ -10,7 +10,7 @@ def choose_device(context: RuleContext) -> Decision:
     Why: a GPU is usually the fastest device of a machine. CUDA comes before MPS, because its kernels are more complete
     and better tested.
     When wrong: small models, recurrent cells and per-sample loops can be faster on the CPU (a GRU cell took 249 us on
-    MPS and 117 us on the CPU of an M3 Max). Only a measurement of your model can tell.
+    MPS and 117 us on the CPU of an M3 Max). Measure your model to find out.
     Override: --device mps, --device cuda:1 or --device cpu; in Python device="cpu".
     Sources: pytorch/pytorch#138898, #77799.
     """

@@ -61,7 +61,7 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
 def choose_compile(context: RuleContext) -> Decision:
     """Whether torch.compile compiles the model (on), or each of its repeated blocks (blocks), which takes less time.
 
-    Why: compiling takes seconds to minutes, which the run must win back. On MPS it made a small ResNet 4.5 to 9 times
+    Why: compiling takes seconds to minutes, which the run must recoup. On MPS it made a small ResNet 4.5 to 9 times
     slower unless a layout option was set. Compiled code can also be wrong without an error: with torch 2.11 on CUDA,
     bucketize read its boundaries, a view, from the start of their storage. So before the first step, the gradients of
     the compiled model are compared with those of eager mode on a micro-batch of the run. If they differ, or if nothing
@@ -85,7 +85,7 @@ def choose_graph(context: RuleContext) -> Decision:
     rounding, and dropout draws from the same generator. Inputs have fixed addresses, and captured steps share memory
     that eager steps cannot use. Capturing takes a step or two for each shape, so its gain is measured. Without a
     measurement, steps are captured if samples are packed to a few total lengths (rule M6): on an H200, BERT base with a
-    global batch of 32 trained 4,603 samples a second this way after a second of set-up, and 975 with an expert's loop.
+    global batch of 32 trained 4,603 samples a second this way after a second of setup, and 975 with an expert's loop.
     The Hex net has one shape and many small kernels: with 18 blocks it trained 59,153 positions a second with graphs,
     and 36,032 without. The rows of a chat model have one shape too, and its kernels sometimes wait for their launch: in
     the medium preset, kernels took 63.3 ms of a step of 67.3 ms, and smaller models wait longer.
@@ -98,7 +98,7 @@ def choose_graph(context: RuleContext) -> Decision:
     steps are captured only if launching kernels takes the host three quarters of the time. On an H200, an MLP with
     eight layers of width 512 and a batch of 256 trained 416,217 samples a second with graphs, and 43,237 without.
     The learning rate of your optimizer may change in every step. If other hyperparameters change too, such as the betas
-    with OneCycleLR, the update stays outside of the graph.
+    with OneCycleLR, the update stays outside the graph.
     Override: graph=on, graph=off. Optimizers without fused kernels (rule K1) need capturable=True.
     Sources: PyTorch documentation, CUDA semantics, "CUDA graphs"; pytorch/pytorch#180395; docs/choices.
     """
@@ -148,7 +148,7 @@ def choose_layout(context: RuleContext) -> Decision:
     used with them.
     Contiguous weights also avoid wrong results of conv2d on macOS 15 and later, so on MPS parameters are made
     contiguous before the first step. The parameter objects and checkpoints stay the same, and the layout is restored
-    afterwards.
+    afterward.
     Other convolutional nets use channels_last in half precision on CUDA, where tensor cores need it: a ResNet-50 in
     bf16 on an H200 trained 4,553 images a second with it (captured), and 2,404 without.
     When wrong: nets with group norms on CUDA; with norms=torch use layout=contiguous too, unless the model is compiled.

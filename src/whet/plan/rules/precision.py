@@ -36,7 +36,7 @@ def choose_precision(context: RuleContext) -> Decision:
             reason="half precision is faster on some chips and slower on others; not measured yet",
             evidence={"gpu_family": capability},
         )
-    # The value is fp32 in all of these cases. The reason tells whether measuring bf16 is worthwhile.
+    # The value is fp32 in all of these cases. The reason states whether measuring bf16 is worthwhile.
     has_bf16 = context.machine.cpu.has_bf16
     reason = {
         True: "the cores have bf16, but it has not been measured yet",

@@ -265,7 +265,7 @@ class ChatDataset:
 def open_dataset(folder: Path, *, verify: bool = False) -> ChatDataset:
     """Open a folder of prepared conversations and check the file sizes. With `verify`, also check the hashes."""
     manifest = read_manifest(folder)
-    # Accept only known file names, so that a manipulated manifest cannot point outside of the folder.
+    # Accept only known file names, so that a manipulated manifest cannot point outside the folder.
     if set(manifest.files) != {TOKENIZER, *(f"{split}/{name}.bin" for split in SPLITS for name in ARRAYS)}:
         got = ", ".join(sorted(manifest.files))[:200]
         raise WhetError(f"{folder} is damaged", got=f"its manifest lists {got}", try_="prepare the data again")

@@ -104,7 +104,7 @@ class Responder:
     def respond_all(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, sampling: Sampling, max_seconds: float = math.inf
     ) -> list[tuple[str, str]]:
-        """Generate several answers in one batch, which does not change them. Return their texts and finish reasons.
+        """Generate several answers in one batch, without changing any of them. Return their texts and finish reasons.
 
         After `max_seconds`, unfinished answers are truncated, and their finish reason is empty.
         """

@@ -1,6 +1,6 @@
 """Select the conversations to use and assign each to a split, in a first pass over the files.
 
-Conversations are sorted by a hash of their content that is keyed by the seed, which is a random order. The first
+Conversations are sorted by a hash of their content that is keyed by the seed, which gives a random order. The first
 `subsample_size` of them are used: first the training split, then validation, then test. The splits therefore depend on
 the seed, but not on the order of the file, and equal conversations, which have equal hashes, are in the same split. The
 pass keeps only hashes, which take eight bytes per conversation, and a sample of texts in memory.

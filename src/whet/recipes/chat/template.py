@@ -9,7 +9,7 @@ from whet.recipes.chat.tokenizer import ChatTokenizer
 TEMPLATE = "<|role|> text <|end|>"
 """Name of this layout in manifests."""
 MIN_LENGTH = 16
-"""Minimum row length. It leaves room for the marks, and a few tokens of a question and an answer."""
+"""Minimum row length. It has room for the special tokens, and for a few tokens of a question and an answer."""
 
 
 class TurnIds(NamedTuple):
@@ -18,13 +18,13 @@ class TurnIds(NamedTuple):
     role: Role
     ids: Sequence[int]
     is_whole: bool = True
-    """Whether the turn has an end mark. A truncated answer has none, so that the model does not learn to stop there."""
+    """Whether an end token follows. A truncated answer has none, so that the model does not learn to stop there."""
     num_bytes: int | None = None
     """Number of bytes of the text, or None if it was truncated, so that its bytes have to be counted."""
 
     @property
     def length(self) -> int:
-        """Number of tokens, including the marks."""
+        """Number of tokens, including special tokens."""
         return len(self.ids) + 1 + self.is_whole
 
 
@@ -40,7 +40,7 @@ def encode_turns(
         ids += text
         if is_whole:
             ids.append(tokenizer.end_id)
-        # When answers are generated, the caller sets the role mark, so train on it only with loss=all.
+        # When answers are generated, the caller adds the role token, so train on it only with loss=all.
         mask.append(loss == "all")
         mask += (b"\1" if is_trained else b"\0") * (len(text) + is_whole)
     if mask:
@@ -118,7 +118,7 @@ def _shorten(head: tuple[TurnIds, ...], exchange: tuple[TurnIds, ...], *, max_le
     while excess > 0:
         longest = max(range(len(question)), key=lambda index: len(question[index].ids))
         if not question[longest].ids:
-            question.pop(0)  # The marks alone exceed the row, which happens with many tool turns.
+            question.pop(0)  # The special tokens alone exceed the row, as with many tool turns.
         else:
             length = max(1, question[longest].length - excess)
             question[longest] = _truncate(question[longest], length, keep_end=True)

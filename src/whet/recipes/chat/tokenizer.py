@@ -1,4 +1,4 @@
-"""Tokenizer of a chat model: byte-level BPE, or an existing tokenizer, with marks for turns."""
+"""Tokenizer of a chat model: byte-level BPE, or an existing tokenizer, with special tokens for turns."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,14 +12,17 @@ from whet.recipes.hub import explain_hub_error
 from whet.run.disk import read_regular_file
 
 MARKS = ("<|pad|>", "<|end|>", *(f"<|{role}|>" for role in ROLES))
-"""Padding, the end of a turn, and the start of a turn of each role. Their ids follow the vocabulary in this order."""
+"""The special tokens: padding, the end of a turn, and the start of a turn of each role.
+
+Their ids follow the vocabulary in this order.
+"""
 
 MAX_IDS = 2**24
 """Maximum vocabulary size. The tokenizers library takes minutes to serialize ids in the billions."""
 
 
 class ChatTokenizer:
-    """Encodes and decodes text. The ids of text are below `pad_id`, the id of the first mark."""
+    """Encodes and decodes text. The ids of text are below `pad_id`, the id of the first special token."""
 
     def __init__(self, engine: Engine) -> None:
         # Encode "<|user|>" or "<|endoftext|>" in a text as plain text, never as a special token.
@@ -33,11 +36,11 @@ class ChatTokenizer:
         self.end_id = self.pad_id + 1
         self.role_ids: dict[Role, int] = {role: self.pad_id + 2 + place for place, role in enumerate(ROLES)}
         self.vocab_size = self.pad_id + len(MARKS)
-        """Number of ids, including the marks."""
+        """Number of ids, including special tokens."""
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> "ChatTokenizer":
-        """Train a byte-level BPE vocabulary of at most `vocab_size` ids, including the marks. It is deterministic."""
+        """Train a byte-level BPE vocabulary of at most `vocab_size` ids, including special tokens. Deterministic."""
         engine = Engine(models.BPE())
         # Use no normalizer, so that decoding returns exactly the encoded text.
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -66,7 +69,7 @@ class ChatTokenizer:
         return self._engine.to_str()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, which never include marks."""
+        """Return the ids of a text, which never include special tokens."""
         try:
             return self._engine.encode(text, add_special_tokens=False).ids
         except Exception as error:
@@ -80,11 +83,11 @@ class ChatTokenizer:
             raise _encoding_error(error) from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids to text. Skip marks."""
+        """Decode ids to text, without special tokens."""
         return self._engine.decode([token for token in ids if token < self.pad_id], skip_special_tokens=False)
 
     def decode_with_marks(self, ids: Sequence[int]) -> str:
-        """Decode ids to text for display, with marks spelled out."""
+        """Decode ids to text for display, with special tokens."""
         parts: list[str] = []
         start = 0
         for index, token in enumerate(ids):
@@ -107,7 +110,7 @@ class TextStream:
         self._stream = decoders.DecodeStream(skip_special_tokens=False)
 
     def push(self, token: int) -> str:
-        """Add an id and return the new text, which is empty for a mark or while a character is incomplete."""
+        """Add an id and return the new text, which is empty for a special token or while a character is incomplete."""
         return "" if token >= self._first_mark else self._stream.step(self._engine, token) or ""
 
 

@@ -101,7 +101,7 @@ def random_boards(num: int, *, size: int, num_stones: int, draw: np.random.Gener
     return boards
 
 
-# The 97.5% quantile of the standard normal distribution.
+# The 97.5 % quantile of the standard normal distribution.
 _CONFIDENCE_95 = 1.959964
 
 
@@ -116,7 +116,7 @@ class Rating(FrozenModel):
     win_rate: float
     low: float
     high: float
-    """Upper bound of the 95% confidence interval of the win rate."""
+    """Upper bound of the 95 % confidence interval of the win rate."""
     elo: float | None
     """Estimated Elo difference, or None if the first player won all games or none."""
     elo_low: float | None
@@ -159,7 +159,7 @@ def rate(pairs: Sequence[int]) -> Rating:
 
 
 def wilson(share: float, num_games: float) -> tuple[float, float]:
-    """Return the 95% Wilson score interval of a proportion."""
+    """Return the 95 % Wilson score interval of a proportion."""
     z2 = _CONFIDENCE_95**2 / num_games
     middle = (share + z2 / 2) / (1 + z2)
     half = math.sqrt(z2 * (share * (1 - share) + z2 / 4)) / (1 + z2)

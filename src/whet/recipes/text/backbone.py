@@ -16,9 +16,9 @@ from whet.base.errors import UsageError, WhetError
 from whet.recipes.hub import explain_hub_error
 
 SMALL = "small"
-"""The value of `model` for the encoder that is trained from scratch."""
+"""The value of `model` that selects the small encoder, which is trained from scratch."""
 LINEAR = "linear"
-"""The value of `model` for the linear classifier of n-grams."""
+"""The value of `model` that selects the linear classifier of n-grams."""
 
 BERT_ACTIVATIONS = {
     "gelu": ("gelu", "none"),
@@ -45,7 +45,7 @@ _POSITIONS_AFTER_PADDING = (
 """Model types whose position ids start after the padding index, like all types with "roberta" in their name."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
-# Close to the limit of the safetensors library. Bounds the memory used for a damaged file.
+# Maximum size of a safetensors header, close to the limit of the library. It bounds the memory for a damaged file.
 _MAX_HEADER_BYTES = 100 * 1024**2
 _DOWNLOADED_FILES = (
     "config.json",
@@ -93,7 +93,7 @@ class Backbone:
         """The maximum length of a text. RoBERTa-like models use only the positions after their padding index."""
         if "roberta" not in self.kind and self.kind not in _POSITIONS_AFTER_PADDING:
             return self.num_positions
-        # MPNet uses 1 as its padding index, whatever its config says.
+        # MPNet uses 1 as its padding index, regardless of its config.
         return max(1, self.num_positions - max(1, self.padding) - 1)
 
     def num_parameters(self, *, num_classes: int) -> int:

@@ -31,7 +31,7 @@ _TOKENIZER_FILES = (
 )
 """The files that contain a vocabulary. A model needs one of them."""
 
-# No path separators: a file name from a run folder must stay inside of its folder.
+# No path separators: a file name from a run folder must stay inside its folder.
 _FILE_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
@@ -176,7 +176,7 @@ class PretrainedTokenizer:
 
 
 def write_files(files: dict[str, str], folder: Path) -> None:
-    """Write the files of a tokenizer. Names come from a run folder, so reject any that point outside of `folder`."""
+    """Write the files of a tokenizer. Names come from a run folder, so reject any that point outside `folder`."""
     for name, content in files.items():
         if not name or not set(name) <= _FILE_NAME_CHARACTERS or name.startswith("."):
             raise WhetError("a saved tokenizer has an invalid file name", got=name[:100], try_="another run")
@@ -186,7 +186,7 @@ def write_files(files: dict[str, str], folder: Path) -> None:
 def _join_pair(first: list[int], second: list[int], *, separator: list[int], max_length: int) -> list[int]:
     """Join two encoded texts. If they do not fit, the longer one is truncated first."""
     max_ids = max(2, max_length - len(separator))
-    # The first text gets at least half of the space, and what the second text leaves free.
+    # The first text gets at least half of the space, or all that the second text does not need.
     kept_first = max(max_ids - len(second), max_ids // 2)
     kept_second = max_ids - min(len(first), kept_first)
     return [*first[:kept_first], *separator, *second[:kept_second]][:max_length]

@@ -133,7 +133,7 @@ class RunCache:
             return cached.rendered
 
     def compare(self, runs: list[str], *, known: str | None) -> tuple[str, bytes]:
-        """Return the version of a comparison of several runs, and its JSON, which is empty if the client knows it."""
+        """Return the version of a comparison of several runs, and its JSON (empty if the client already has it)."""
         if not 2 <= len(runs) <= MAX_COMPARED_RUNS:
             raise HttpError(
                 400, f"a comparison needs 2 to {MAX_COMPARED_RUNS} runs", got=len(runs), try_="/api/compare?ids=A,B"

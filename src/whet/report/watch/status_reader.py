@@ -33,7 +33,7 @@ def file_stamp(path: str) -> FileStamp | None:
 
 @dataclass(frozen=True, slots=True)
 class RunStamp:
-    """File stamps that tell whether a run has changed, without reading it."""
+    """File stamps that show whether a run has changed, without reading it."""
 
     events: FileStamp | None
     header: FileStamp | None

@@ -47,7 +47,7 @@ class SlowdownDetector:
         self._threshold = MIN_LOG_SLOWDOWN
         self._num_agreeing = 0
         self.verdict: Slowdown | None = None
-        """The current slowdown; None if there is none or there are too few steps to tell."""
+        """The current slowdown; None if there is none or there are too few steps to detect one."""
 
     def observe(self, step: int, seconds: float, *, work: float = 1.0) -> Slowdown | None:
         """Record the seconds of a step that processed `work` tokens or samples.
@@ -96,7 +96,7 @@ class SlowdownDetector:
         """Return the first step of the most recent period in which most steps are slow."""
         assert self._baseline is not None
         level = self._baseline + self._threshold / 2
-        # Walk backwards and count +1 for a slow step and -1 for a fast one. The maximum marks the start of the period.
+        # Walk backward and count +1 for a slow step and -1 for a fast one. The maximum marks the start of the period.
         best, score, since = 0, 0, self._steps[0]
         for pace, step in zip(reversed(self._paces), reversed(self._steps), strict=True):
             score += 1 if pace > level else -1

@@ -26,7 +26,7 @@ class ProgressScreen(Protocol):
     hint: str
     """A hint for the user at the end of the line, for example how to stop."""
     is_lasting: bool
-    """Whether everything drawn stays visible. Evaluations then need no lines of their own to be seen later."""
+    """Whether drawn lines stay visible, as in a file. Each evaluation is then printed as a separate line."""
 
     @property
     def width(self) -> int:
@@ -184,7 +184,7 @@ _SPIKE_SECONDS = 60.0
 _MAX_METRICS = 2
 """Maximum number of metrics in the progress line if there is no goal."""
 _NOTABLE_SLOWDOWN = 1.5
-"""Slowdowns below this factor appear in the report but get no line of their own, unless a sensor reports heat."""
+"""Slowdowns below this factor appear in the report but are not printed, unless a sensor reports heat."""
 
 _ATTENTION_KINDS = ("warning", "skip", "pressure")
 """Kinds of events that are printed even without a progress line."""

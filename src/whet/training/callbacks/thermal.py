@@ -178,7 +178,7 @@ class _Debounced(Generic[T]):
 
 
 class ThermalPolicy(Callback):
-    """A callback that watches sensors and step times and acts between steps as `on_heat` says: warn, pace or pause."""
+    """A callback that watches sensors and step times, and warns, paces or pauses between steps (`on_heat`)."""
 
     every_seconds = 0.1
 

@@ -202,7 +202,7 @@ class _CountingDevice(StandInDevice):
 
 
 def _make_batch(trainable: Trainable, size: int) -> MicroBatch:
-    """Create a batch, outside of the fake mode if possible, because reading real data fails in the mode."""
+    """Create a batch, outside the fake mode if possible, because reading real data fails in the mode."""
     with unset_fake_temporarily(), suppress(Exception):
         return trainable.make_batch(size)
     return trainable.make_batch(size)

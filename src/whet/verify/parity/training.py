@@ -30,7 +30,7 @@ MIN_BOUNDS = {"loss": 1e-4, "gradients": 1e-4, "draws": 1e-4, "buffers": 1e-4, "
 BOUNDS_WITHOUT_FLOAT64 = {
     "loss": 1e-4, "gradients": 1e-3, "draws": 1e-4, "buffers": 1e-4, "update": 1e-2, "trajectory": 5e-2
 }  # fmt: skip
-# Maximum useful bounds. A wider bound would hide an error of 1%, so nothing is concluded from it. The bound of the
+# Maximum useful bounds. A wider bound would hide an error of 1 %, so nothing is concluded from it. The bound of the
 # trajectory is wider, because the other rows detect an operator that is wrong from the start.
 MAX_BOUNDS = {"loss": 5e-3, "gradients": 5e-3, "draws": 5e-3, "buffers": 5e-3, "update": 1e-2, "trajectory": 5e-2}
 _SEED = 0

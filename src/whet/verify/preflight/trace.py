@@ -83,7 +83,7 @@ def trace_steps(
         try:
             with mode or contextlib.nullcontext(), recorder:
                 trainable = spec.make()
-            # The data of a recipe is real, so read it outside of the fake mode and convert it to fake tensors.
+            # The data of a recipe is real, so read it outside the fake mode and convert it to fake tensors.
             size = batch_size if batch_size is not None and trainable.is_scalable else trainable.batch_size
             size = size if is_fake or not trainable.is_scalable else min(size, _FEW_SAMPLES)
             # Clone real inputs, because a model may write to them.

@@ -121,7 +121,7 @@ def _source_files(model: nn.Module, functions: tuple[Callable[..., Any] | None, 
 
 
 def _user_modules() -> Iterator[ModuleType]:
-    """Yield loaded modules outside of libraries, because any of them may affect the model, for example by a flag."""
+    """Yield loaded modules outside libraries, because any of them may affect the model, for example by a flag."""
     for name, module in list(sys.modules.items()):
         path = Path(str(getattr(module, "__file__", None) or ""))
         is_library = name.partition(".")[0] == "whet" or not {*path.parts}.isdisjoint(_LIBRARIES)

@@ -47,7 +47,7 @@ from whet.verify.tolerance import SMALL_TENSOR_SHARE
 _DRAW_FACTOR = 1.2
 # Maximum number of rounds, each with one eager and one compiled pass. For a correct model, all passes have the same
 # distribution. The nearest of 6 compiled passes is then farther than the farthest of 6 eager passes in one of 924 cases
-# per tensor, and it was never 20% farther in 1,200 trials. A wrong result appears in every compiled pass.
+# per tensor, and it was never 20 % farther in 1,200 trials. A wrong result appears in every compiled pass.
 _MAX_ROUNDS = 6
 # Number of dropout draws to accumulate in one pass, which halves the relative spread of a tensor.
 _DRAWS_PER_PASS = 4

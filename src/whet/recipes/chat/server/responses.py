@@ -67,7 +67,7 @@ def error_body(error: BadRequestError) -> dict[str, Any]:
 
 
 def error_format(path: str, error: HttpError) -> dict[str, Any] | None:
-    """Return the JSON body for an error of the web server, or None outside of /v1, where errors are plain text."""
+    """Return the JSON body for an error of the web server, or None outside /v1, where errors are plain text."""
     if not f"{path}/".startswith("/v1/"):
         return None
     got = "" if error.got is None else f"; got: {error.got}"

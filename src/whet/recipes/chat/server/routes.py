@@ -143,7 +143,7 @@ class ChatRoutes:
     async def _complete_chat(self, request: "Request") -> "Response":
         body = await _body(request)
         messages = body.get("messages") if isinstance(body, dict) else None
-        # Check this before any processing: every message takes at least two tokens, for its start and end marks.
+        # Check this before any processing: every message takes at least two tokens, for its start and its end.
         if isinstance(messages, list) and 2 * len(messages) > self._responder.context_length:
             raise self._exceeds_context()
         params: ChatCompletionRequest = parse_request(ChatCompletionRequest, body)

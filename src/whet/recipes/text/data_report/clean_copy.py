@@ -52,7 +52,7 @@ def write_clean_copy(inspector: DatasetInspector, out: Path, *, leave: frozenset
 
 
 def _check_output(out: Path, sources: Iterable[TextSource]) -> None:
-    """Check, before reading any rows, that the copy replaces nothing and is not inside of the original folder."""
+    """Check, before reading any rows, that the copy replaces nothing and is not inside the original folder."""
     sources = tuple(sources)
     for path in (out, *([_change_list_path(out)] if len(sources) == 1 else [])):
         if path.exists() or path.is_symlink():
