@@ -1,5 +1,6 @@
 """The base class of recipes: what is required, what has a default, and the errors for what is missing."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from whet.api.train import train_by_name
 from whet.base.errors import UsageError, WhetError
-from whet.config.options import CommonConfig
+from whet.config.options import CommonConfig, TrainingOptions
 from whet.config.resolve import resolve_config
 from whet.recipes.recipe import BUILT_IN, Recipe, load_recipe, validate_recipe
 from whet.recipes.runner import prepare_recipe, train_recipe
+from whet.run.events import read_events
+from whet.training.training_config import parse_training_config
 
 pytestmark = pytest.mark.torch
 
@@ -38,6 +42,29 @@ def test_a_recipe_needs_only_name_data_model_and_loss(tmp_path: Path) -> None:
     resolved = resolve_config(recipe.Config, ["epochs=2", "global_batch_size=16", "threads=1"])
     result = train_recipe(recipe, resolved, run=tmp_path / "run", device="cpu")
     assert (result.state, result.step, set(result.metrics)) == ("done", 8, {"val_loss"})
+
+
+def test_every_training_option_of_a_recipe_reaches_its_session() -> None:
+    options = ["global_batch_size=16", "epochs=2", "max_steps=7", "schedule=cosine", "warmup_steps=3", "clip=0.5"]
+    options += ["ema=on", "verify_resume=on", "seed=5", "eval_every=4", "patience=2", "epochs_per_session=1"]
+    recipe = Minimal()
+    config = resolve_config(recipe.Config, options).config
+    training = dict(parse_training_config(prepare_recipe(recipe, config).training))
+    expected = {name: getattr(config, name) for name in TrainingOptions.model_fields}
+    assert expected.keys() == {option.partition("=")[0] for option in options}, "each is given"
+    assert {name: training[name] for name in expected} == expected
+
+
+def test_a_recipe_repeats_steps_with_verify_resume(tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(f'{{"text": "word{row % 3} and {row}", "label": "{row % 3}"}}\n' for row in range(60)))
+    values = {"arch": {"hidden_size": 16, "layers": 1, "max_length": 8, "vocab_size": 300}, "threads": 1}
+    train = partial(train_by_name, "text", file, run=tmp_path / "run", device="cpu", on_event=None, measure=False)
+    train = partial(train, global_batch_size=8, epochs=2, epochs_per_session=1, checkpoint_steps=4, **values)
+    assert train().state == "stopped"
+    assert train(verify_resume=True, epochs_per_session=2).state == "done"
+    (event,) = read_events(tmp_path / "run", kinds=("resume",))
+    assert event.get("exactness").startswith("verified: steps ")
 
 
 def test_the_default_description_counts_the_model_and_its_data() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.base.errors import DataChangedError, UsageError
+from whet.config.options import TrainingOptions
 from whet.config.resolve import ResolvedConfig
 from whet.data.columns import count_samples
 from whet.device.rng import seed_everything
@@ -207,21 +208,9 @@ def _training_keywords(config: Any, num_steps: int | None) -> dict[str, Any]:
     # Only the text recipe has an option `warmup_share`.
     share = getattr(config, "warmup_share", _WARMUP_SHARE)
     warmup = int(share * (num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
-    return {
-        "global_batch_size": config.global_batch_size,
-        "epochs": config.epochs,
-        "max_steps": config.max_steps,
-        "seed": config.seed,
-        "schedule": config.schedule,
-        "warmup_steps": warmup,
-        "clip": config.clip,
-        "ema": config.ema,
-        "eval_every": config.eval_every,
-        "patience": config.patience,
-        "epochs_per_session": config.epochs_per_session,
-        # Recipe.loss returns a mean over samples or a pair (sum, weight), so a batch can be split into micro-batches.
-        "split_batch": True,
-    }
+    options = {name: getattr(config, name) for name in TrainingOptions.model_fields}
+    # Recipe.loss returns a mean over samples or a pair (sum, weight), so a batch can be split into micro-batches.
+    return {**options, "warmup_steps": warmup, "split_batch": True}
 
 
 @contextmanager
