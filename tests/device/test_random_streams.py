@@ -128,3 +128,26 @@ def test_a_rollback_inside_of_a_step_restores_both_streams(name: str) -> None:
         return [value for _ in range(3) for value in (step(own, draw), draw())]
 
     assert run(rolls_back=True) == run(rolls_back=False)
+
+
+WORDS: dict[str, Callable[[int], object]] = {
+    "torch": lambda count: torch.empty(count, dtype=torch.int32).random_(),
+    "python": lambda count: [random.getrandbits(32) for _ in range(count)],
+    "numpy": lambda count: np.random.bytes(4 * count),
+}
+"""Functions that draw a number of 32-bit words."""
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_fingerprint_changes_with_every_draw_and_seed(name: str) -> None:
+    """Also after 624 words, when the position of the generator is the same again."""
+    seed_everything(3)
+    generator = streams()._generators[name]
+    seen = {generator.fingerprint()}
+    for total, count in enumerate((1, 1, 622, 624, 1248, 623, 1), start=2):
+        WORDS[name](count)
+        seen.add(generator.fingerprint())
+        assert len(seen) == total, f"{count} words changed nothing"
+    generator.set(generator.seeded(4))
+    seen.add(generator.fingerprint())
+    assert len(seen) == total + 1

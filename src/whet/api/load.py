@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from whet.api.target import ScriptTraining, call_function, load_function
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError, WhetError, describe_error
 from whet.recipes.recipe import BUILT_IN, Recipe, load_recipe
 from whet.run.folder import Run, short_path, short_script
 
@@ -148,7 +148,7 @@ def load_predictor(recipe: Recipe, run: Run, *, checkpoint: str) -> tuple[Any, A
     try:
         model, predictor = recipe.predict(recipe.Config.model_validate(run.config), run.metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        got = describe_error(error)
         raise WhetError(
             "the run lacks data that its recipe needs", got=got, try_="whet runs, to choose another run"
         ) from None

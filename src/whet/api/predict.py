@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.api.load import load, load_model
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError, WhetError, first_line
 from whet.run import durable
 from whet.run.folder import Run
 
@@ -70,7 +70,7 @@ def read_inputs(file: Path) -> "dict[str, Tensor]":
             {"": torch.from_numpy(np.load(file, allow_pickle=False))} if file.suffix == ".npy" else load_file(file)
         )
     except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise WhetError(f"{file} cannot be read", got=str(error).splitlines()[0][:200], try_=_TRY) from None
+        raise WhetError(f"{file} cannot be read", got=first_line(error), try_=_TRY) from None
     lengths = {len(tensor) if tensor.dim() else 0 for tensor in tensors.values()}
     if len(lengths) != 1 or 0 in lengths:
         got = ", ".join(f"{name or 'array'} {tuple(tensor.shape)}" for name, tensor in tensors.items()) or "no tensor"

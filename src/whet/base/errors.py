@@ -63,6 +63,25 @@ class LostRankError(WhetError):
     exit_code = 75
 
 
+def first_line(error: BaseException, *, limit: int = 200) -> str:
+    """Return the first line of an exception's message, or the name of its class if it has none.
+
+    >>> first_line(ValueError("no such column\\n  in texts.csv")), first_line(TimeoutError())
+    ('no such column', 'TimeoutError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:limit]
+
+
+def describe_error(error: BaseException, *, limit: int = 300) -> str:
+    """Return the class of an exception and the first line of its message.
+
+    >>> describe_error(KeyError("tokenizer")), describe_error(TimeoutError())
+    ("KeyError: 'tokenizer'", 'TimeoutError')
+    """
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}"[:limit] if str(error).strip() else name
+
+
 def closest_match(word: str, options: Iterable[str]) -> str | None:
     """Return the option that `word` is probably a misspelling of, or None.
 

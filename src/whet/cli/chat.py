@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError, WhetError, describe_error
 from whet.base.units import valid_utf8
 from whet.cli import output
 from whet.cli.options import (
@@ -226,7 +226,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
     try:
         model: Responder = recipe.load_generator(opened.metadata)
     except (KeyError, TypeError, ValueError) as error:
-        got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        got = describe_error(error)
         raise WhetError(
             "the run lacks data that its recipe needs", got=got, try_="whet runs, to choose another run"
         ) from None

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, first_line
 
 if TYPE_CHECKING:
     import yaml
@@ -92,7 +92,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problem = getattr(error, "problem", None) or first_line(error)
         raise UsageError(f"{path} is not valid YAML", got=f"{place}{problem}", try_="lr: 1e-4") from None
     except ValueError as error:
         # PyYAML raises ValueError for an invalid value that looks like a date, such as 2024-13-01.

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from whet.base.errors import WhetError
+from whet.base.errors import WhetError, first_line
 from whet.device.abstract import AbstractDevice, AbstractGraphs, DeviceMemory, Made, MemoryUsage, Replay
 from whet.device.kernels.switches import use_whet_kernels
 
@@ -198,7 +198,7 @@ class CudaGraphs(AbstractGraphs):
         except RuntimeError as error:
             raise WhetError(
                 "the GPU is unusable after a failed graph capture",
-                got=str(error).splitlines()[0],
+                got=first_line(error),
                 try_="graph=off; the last checkpoint is from before the failure",
             ) from error
 

@@ -150,12 +150,20 @@ def _decode(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], prefix: str
 # --- generators ------------------------------------------------------------------------------------------------------
 
 
+_PART_BYTES = 64
+"""Number of bytes of a Mersenne Twister's words that a fingerprint includes.
+
+A draw changes the position; when the position starts over, all words have changed. A few words are therefore as good
+as all 624, which are no longer in the processor's caches after the kernels of a step: reading them took 50 us.
+"""
+
+
 class _AbstractGenerator(ABC):
     """A global random number generator. `fingerprint` must be cheap, because every step calls it several times."""
 
     @abstractmethod
     def fingerprint(self) -> bytes:
-        """Return bytes that change with every draw."""
+        """Return bytes that change with every draw and every new seed."""
 
     @abstractmethod
     def get(self) -> Any:
@@ -176,7 +184,11 @@ class _TorchGenerator(_AbstractGenerator):
 
     def fingerprint(self) -> bytes:
         state = self._generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.numel())
+        address, size = state.data_ptr(), state.numel()
+        if size <= 2 * _PART_BYTES:
+            return ctypes.string_at(address, size)
+        # On the CPU, the seed and the position come first, and the cached normal numbers last.
+        return ctypes.string_at(address, _PART_BYTES) + ctypes.string_at(address + size - _PART_BYTES, _PART_BYTES)
 
     def get(self) -> Any:
         return self._generator.get_state()
@@ -193,17 +205,18 @@ class _PythonGenerator(_AbstractGenerator):
         # random.getstate() takes 10 us, so read the memory of the object instead. CPython stores the index and 624
         # state words after the object header. If they do not match getstate(), the layout is different, so
         # `fingerprint` calls getstate().
-        self._words: ctypes.Array[ctypes.c_uint32] | None = None
+        self._part: ctypes.Array[ctypes.c_char] | None = None
         own = random._inst
         if type(own).__sizeof__(own) >= object.__basicsize__ + 4 * 625:
-            words = (ctypes.c_uint32 * 625).from_address(id(own) + object.__basicsize__)
+            address = id(own) + object.__basicsize__
+            words = (ctypes.c_uint32 * 625).from_address(address)
             if (*words[1:], words[0]) == random.getstate()[1]:
-                self._words = words
+                self._part = (ctypes.c_char * _PART_BYTES).from_address(address)
 
     def fingerprint(self) -> bytes:
-        if self._words is None:
+        if self._part is None:
             return repr(random.getstate()).encode()
-        return bytes(self._words) + repr(random._inst.gauss_next).encode()  # type: ignore[attr-defined]
+        return self._part.raw + repr(random._inst.gauss_next).encode()  # type: ignore[attr-defined]
 
     def get(self) -> Any:
         return random.getstate()
@@ -217,20 +230,29 @@ class _PythonGenerator(_AbstractGenerator):
 
 class _NumpyGenerator(_AbstractGenerator):
     def __init__(self) -> None:
-        # np.random.get_state() takes 40 us, so compare the state words in memory as long as nothing has been drawn.
-        # After that, the fingerprint must include the cached normal number, which only get_state() returns.
+        # np.random.get_state() takes 40 us, so read the memory of the object as long as nothing has been drawn: 624
+        # state words and the position. After that, the fingerprint must include the cached normal number, which only
+        # get_state() returns.
         self._own = np.random.mtrand._rand._bit_generator
-        self._words: ctypes.Array[ctypes.c_uint32] | None = None
+        self._parts: tuple[ctypes.Array[ctypes.c_char], ...] = ()
         self._unused: bytes | None = None
         state = np.random.get_state(legacy=False)
         if isinstance(self._own, np.random.MT19937):
-            words = (ctypes.c_uint32 * 625).from_address(self._own.ctypes.state_address)
-            if not state["has_gauss"] and [*words[:624]] == state["state"]["key"].tolist():
-                self._words, self._unused = words, bytes(words)
+            address = self._own.ctypes.state_address
+            words = (ctypes.c_uint32 * 625).from_address(address)
+            if not state["has_gauss"] and [*words] == [*state["state"]["key"].tolist(), state["state"]["pos"]]:
+                part = ctypes.c_char * _PART_BYTES
+                # The position is the last word.
+                self._parts = part.from_address(address), part.from_address(address + 4 * 625 - _PART_BYTES)
+                self._unused = self._read()
+
+    def _read(self) -> bytes:
+        first, last = self._parts
+        return first.raw + last.raw
 
     def fingerprint(self) -> bytes:
-        if self._words is not None and np.random.mtrand._rand._bit_generator is self._own:
-            words = bytes(self._words)
+        if self._unused is not None and np.random.mtrand._rand._bit_generator is self._own:
+            words = self._read()
             if words == self._unused:
                 return words
         state = np.random.get_state(legacy=False)

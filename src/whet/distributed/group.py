@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whet.base.errors import LostRankError, UsageError
+from whet.base.errors import LostRankError, UsageError, first_line
 from whet.device.abstract import AbstractDevice
 from whet.distributed.heartbeat import Heartbeat, StallDetector
 from whet.distributed.ranks import RankInfo, read_rank_info
@@ -123,7 +123,7 @@ class RankGroup:
             self.heartbeat.check_lost()
             raise LostRankError(
                 "another rank exited or does not respond",
-                got=f"rank {self.ranks.rank} of {self.ranks.size}: {(str(error).splitlines() or [''])[0][:200]}",
+                got=f"rank {self.ranks.rank} of {self.ranks.size}: {first_line(error)}",
                 try_="see what the rank that failed first printed; the same command resumes from the last checkpoint",
             ) from error
 

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from whet.base import env
-from whet.base.errors import LostRankError, UsageError, WhetError
+from whet.base.errors import LostRankError, UsageError, WhetError, first_line
 from whet.distributed.ranks import RankInfo
 
 # Polling for a message backs off exponentially between these intervals.
@@ -114,7 +114,7 @@ def _connect(ranks: RankInfo, *, seconds: float) -> Any:
             raise UsageError(what, got=address, try_=hint) from error
         raise WhetError(
             "the ranks of this training cannot reach each other",
-            got=f"rank {ranks.rank} of {ranks.size} at {address}: {(str(error).splitlines() or [''])[0][:200]}",
+            got=f"rank {ranks.rank} of {ranks.size} at {address}: {first_line(error)}",
             try_="the same command again; on several machines, check that each can reach the first",
         ) from error
 

@@ -109,12 +109,6 @@ def skipped(what: str, **figures: Figure) -> CheckFinding:
     return CheckFinding(verdict="skipped", what=what, figures=_json_figures(figures))
 
 
-def first_line(error: BaseException) -> str:
-    """Return the message of an exception as one line of limited length."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"[:300]
-
-
 def _json_figures(figures: Mapping[str, Figure]) -> dict[str, Figure]:
     """Round floats to four digits. Convert NaN and Inf to text, because JSON cannot represent them."""
     return {name: _round(value) if isinstance(value, float) else value for name, value in figures.items()}

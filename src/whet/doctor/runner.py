@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.base import env
+from whet.base.errors import describe_error
 from whet.base.model import FrozenModel
 from whet.base.worker import JsonWorker, WorkerChannel, WorkerExitError, WorkerTimeoutError, load_object
 from whet.device.stderr_watch import METAL_FAILURES, WATCHDOG_TEXTS
-from whet.doctor.check import Check, CheckFinding, CheckGroup, CheckResult, DeviceUnderTest, failed, first_line, skipped
+from whet.doctor.check import Check, CheckFinding, CheckGroup, CheckResult, DeviceUnderTest, failed, skipped
 
 if TYPE_CHECKING:
     from whet.device.abstract import AbstractDevice
@@ -186,7 +187,7 @@ def run_checks(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
     try:
         device = _open_device(arguments["device"], arguments["virtual_mac"])
     except Exception as error:
-        channel.send({"error": first_line(error)})
+        channel.send({"error": describe_error(error)})
         return 0
     channel.send({"ready": True})
     for check in checks[arguments["first"] :]:
@@ -214,7 +215,7 @@ def run_check_safely(check: Check, device: DeviceUnderTest) -> CheckFinding:
     except Exception as error:
         with contextlib.suppress(Exception):
             device.device.memory.empty_cache()
-        return failed(first_line(error), outcome="raised")
+        return failed(describe_error(error), outcome="raised")
 
 
 def _open_device(name: str, virtual_mac: str | None) -> DeviceUnderTest:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError, WhetError, first_line
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -130,9 +130,10 @@ def _database(url: str) -> "BaseStorage":
 
 
 def _open_error(url: str, error: Exception) -> WhetError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return WhetError(
-        "the database cannot be opened", got=f"{without_password(url)}: {reason}"[:300], try_="check that it runs"
+        "the database cannot be opened",
+        got=f"{without_password(url)}: {first_line(error)}"[:300],
+        try_="check that it runs",
     )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.base.errors import describe_error
 from whet.device.operators import mps_kernels, torch_operators
-from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, differs, failed, first_line, good, not_applicable
+from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, differs, failed, good, not_applicable
 from whet.verify.tolerance import FP32_TOLERANCE, relative_error, tensor_leaves
 
 _MISSING = "is not currently implemented for the MPS device"
@@ -107,7 +108,7 @@ def _explain_error(error: Exception) -> CheckFinding:
         return failed(f"missing, although torch's list has it: aten::{name}", outcome="missing", operator=name)
     if isinstance(error, TypeError) and _NO_FLOAT64 in text:
         return not_applicable("Metal has no float64", outcome="refused")
-    return failed(first_line(error), outcome="refused")
+    return failed(describe_error(error), outcome="refused")
 
 
 @lru_cache(maxsize=1)

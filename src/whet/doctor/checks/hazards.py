@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
 
-from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, first_line, not_applicable
+from whet.base.errors import describe_error
+from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, not_applicable
 from whet.doctor.checks.compare import compare_results, draw, forward_and_backward
 from whet.verify.tolerance import FP32_TOLERANCE, HALF_TOLERANCES
 
@@ -42,7 +43,7 @@ def _compare_hazard(attempt: Attempt, tolerance: float, may_raise: bool, target:
     except RuntimeError as error:
         if not may_raise:
             raise
-        return not_applicable(f"refused here, not wrong: {first_line(error)}", outcome="refused")
+        return not_applicable(f"refused here, not wrong: {describe_error(error)}", outcome="refused")
     return compare_results(result, expected, tolerance=tolerance, right="right here", wrong="wrong here")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError, WhetError, first_line
 from whet.data.batch import Padded
 from whet.recipes.text.factory import load_tokenizer
 from whet.recipes.text.model import Encoder
@@ -81,8 +81,9 @@ def save_onnx(model: "Classifier", folder: Path, *, max_length: int, vocab_size:
             assert program is not None
             program.save(str(folder / ONNX_FILE))
         except (RuntimeError, ValueError, TypeError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise WhetError("cannot export the model to ONNX", got=reason, try_="--to transformers") from None
+            raise WhetError(
+                "cannot export the model to ONNX", got=first_line(error), try_="--to transformers"
+            ) from None
         # Use different sizes than in the export, to check that the shapes are dynamic.
         other = _sample_inputs(names, num_texts=3, length=min(13, max_length), vocab_size=vocab_size)
         _check_same_logits(network, folder / ONNX_FILE, other)

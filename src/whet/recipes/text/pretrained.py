@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError, WhetError, describe_error, first_line
 from whet.data.batch import Padded
 from whet.recipes.text.backbone import import_transformers, quiet_transformers
 from whet.recipes.text.bert import Bert
@@ -133,7 +133,7 @@ def empty_pretrained(saved_config: Mapping[str, Any], *, tuning: FineTuning) -> 
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WhetError(
                 "this version of transformers does not know the run's model",
-                got=str(error).strip().splitlines()[0][:160],
+                got=first_line(error, limit=160),
                 try_="the version of transformers that trained it",
             ) from None
     return _prepare(network, tuning)
@@ -214,10 +214,9 @@ def _load_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:160]
         raise UsageError(
             "cannot load the model",
-            got=f"{folder}: {type(error).__name__}: {reason}",
+            got=f"{folder}: {describe_error(error)}",
             try_="a folder that AutoModelForSequenceClassification loads from safetensors, without custom code",
         ) from None
 

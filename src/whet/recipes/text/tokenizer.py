@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError, WhetError, first_line
 from whet.recipes.text.backbone import import_transformers, quiet_transformers
 
 PAD_ID = 0
@@ -201,7 +201,7 @@ def _load_transformers_tokenizer(folder: Path) -> Any:
         except Exception as error:  # tokenizers raises bare Exception, too.
             raise WhetError(
                 "cannot read the model's tokenizer",
-                got=f"{folder}: {str(error).strip().splitlines()[0][:160]}",
+                got=f"{folder}: {first_line(error, limit=160)}",
                 try_="a folder with tokenizer.json and tokenizer_config.json",
             ) from None
 

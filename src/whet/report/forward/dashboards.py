@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from whet.base.errors import UsageError, WhetError, closest_match
+from whet.base.errors import UsageError, WhetError, closest_match, first_line
 from whet.config.sources import flatten
 from whet.run import durable
 from whet.run.disk import read_regular_file
@@ -171,7 +171,7 @@ class Mlflow:
             yield
         except (self._mlflow.MlflowException, OSError) as error:
             if getattr(error, "error_code", _RETRYABLE[0]) in _RETRYABLE:
-                raise UnreachableError(str(error).partition("\n")[0][:200]) from error
+                raise UnreachableError(first_line(error)) from error
             raise
 
     def where(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError, WhetError, first_line
 from whet.base.model import FrozenModel
 from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice
@@ -296,7 +296,7 @@ def _compare_precisions(
             notes.append(f"{precision} was not compared, the random numbers cannot be repeated: {error}")
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if is_required:
-                got = str(error).splitlines()[0][:200]
-                raise WhetError(f"the model does not run in {precision} on {device.kind}", got=got) from error
+                what = f"the model does not run in {precision} on {device.kind}"
+                raise WhetError(what, got=first_line(error)) from error
             notes.append(f"the model does not run in {precision} on {device.kind}")
     return tuple(results), notes

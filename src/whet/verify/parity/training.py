@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, first_line
 from whet.base.model import FrozenModel
 from whet.data.batch import MicroBatch
 from whet.device.abstract import AbstractDevice
@@ -236,7 +236,7 @@ def compare_training(
     try:
         reference = record_training(replicas, cpu, steps=steps, float64=True)
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        why_not = str(error).splitlines()[0][:200]
+        why_not = first_line(error)
     progress("float32 on the CPU ...")
     float32 = record_training(replicas, cpu, steps=steps, gradients=None if why_not else reference.parts["gradients"])
     scale = 1.0

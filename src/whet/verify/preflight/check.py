@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError, WhetError, first_line
 from whet.base.model import FrozenModel
 from whet.base.origin import failure_frames, frame_name
 from whet.device.operators import OperatorEntry, known_release, parse_release, torch_operators
@@ -208,7 +208,7 @@ def _trace_finding(traced: TraceResult) -> Iterator[PreflightFinding]:
     if traced.error is None:
         return
     own, inner = failure_frames(traced.error)
-    got = (str(traced.error).splitlines() or [""])[0][:200]
+    got = first_line(traced.error)
     where = f" ({frame_name(inner)})" if inner else ""
     detection = Detection(
         "trace-stopped",
@@ -263,7 +263,7 @@ def _estimate_fits(
         with trace_environment():
             fits = fit_machines(spec, machines, overrides={"device": device}, trainable=trainable)
     except Exception as error:
-        return (), (str(error).splitlines() or [type(error).__name__])[0][:200]
+        return (), first_line(error)
     return fits, None
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.base.errors import WhetError
+from whet.base.errors import WhetError, describe_error
 from whet.data.batch import Field, GlobalBatch, MicroBatch, Padded
 from whet.data.split import take_samples
 from whet.device.abstract import AbstractDevice
@@ -93,7 +93,7 @@ def loss_split_obstacle(
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return f"the loss fails with {first} of {len(batch)} samples: {type(error).__name__}: {error}".splitlines()[0]
+        return f"the loss fails with {first} of {len(batch)} samples: {describe_error(error)}"
     return obstacle
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, first_line
 from whet.recipes.text.readers.rows import TextRow, TextSource
 
 _BATCH_ROWS = 1_000
@@ -102,8 +102,7 @@ def _arrow_errors(path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeError):
             raise
-        got = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise UsageError(f"cannot read {path}", got=got, try_="write the file again") from error
+        raise UsageError(f"cannot read {path}", got=first_line(error), try_="write the file again") from error
 
 
 def _pyarrow(path: Path) -> Any:

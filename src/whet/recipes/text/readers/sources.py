@@ -7,7 +7,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import cast
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError, WhetError, first_line
 from whet.recipes.text.readers.columnar import class_names, read_columnar
 from whet.recipes.text.readers.rows import (
     MAX_ROW_BYTES,
@@ -169,7 +169,7 @@ def _read_json(path: Path) -> dict[str, object]:
     try:
         content = json.loads(read_regular_file(path, follows_links=True))
     except (OSError, ValueError, RecursionError, WhetError) as error:
-        raise UsageError(f"cannot read {path}", got=str(error).splitlines()[0][:200], try_="save it again") from None
+        raise UsageError(f"cannot read {path}", got=first_line(error), try_="save it again") from None
     return cast("dict[str, object]", content) if isinstance(content, dict) else {}
 
 
