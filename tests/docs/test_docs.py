@@ -68,6 +68,13 @@ def test_commands_of_the_python_page_run_in_their_order(whet: Run, warm_python: 
     assert np.load(tmp_path / "predictions.npy").shape == (5, 3)
 
 
+def test_each_command_of_the_reference_is_named_as_it_is_typed() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    usages = re.findall(r"^### (whet [\w ]+)\n\n```text\nUsage: (.*?) \[OPTIONS\]", page, re.MULTILINE)
+    assert len(usages) == len(main.COMMANDS)
+    assert [usage for _, usage in usages] == [name for name, _ in usages]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

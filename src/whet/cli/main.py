@@ -160,7 +160,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(args: list[str], *, debug: bool) -> int:
     try:
         _check_platform()
-        return app(args, standalone_mode=False) or 0
+        return app(args, prog_name="whet", standalone_mode=False) or 0
     except WhetError as error:
         if debug:
             raise
