@@ -60,6 +60,8 @@ def _class_entry(node: ast.ClassDef) -> str:
     init = [method for method in methods if method.name == "__init__"]
     if init:
         text += f"```python\n{_signature(init[0], f'whet.{node.name}')}\n```\n\n"
+    elif _is_dataclass(node):
+        text += f"```python\n{_call(f'whet.{node.name}', _dataclass_arguments(node))}\n```\n\n"
     text += _prose(_doc(node)) + "\n" + _fields(node)
     for method in methods:
         if method.name.startswith("_") or not _doc(method):
@@ -68,6 +70,27 @@ def _class_entry(node: ast.ClassDef) -> str:
         name = method.name if "property" in decorators else _signature(method, method.name)
         text += f"#### {node.name}.{method.name}\n\n```python\n{name}\n```\n\n{_prose(_doc(method))}\n"
     return text
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    """Return whether users make values of the class by its fields, and not by its constants (`Action.SAVE`)."""
+    has_constants = any(f"ClassVar['{node.name}']" in ast.unparse(item) for item in node.body)
+    return not has_constants and any("dataclass" in ast.unparse(item) for item in node.decorator_list)
+
+
+def _dataclass_arguments(node: ast.ClassDef) -> list[str]:
+    """Return the fields of a dataclass as the arguments of its constructor."""
+    words = ["*"] if any("kw_only=True" in ast.unparse(item) for item in node.decorator_list) else []
+    for item in node.body:
+        if not isinstance(item, ast.AnnAssign) or ast.unparse(item.annotation).startswith("ClassVar"):
+            continue
+        name, default = ast.unparse(item.target), ast.unparse(item.value) if item.value else None
+        if default is not None and "init=False" in default:
+            continue
+        factory = re.search(r"default_factory=(\w+)", default or "")
+        default = f"{factory[1]}()" if factory else default
+        words.append(name if default is None else f"{name}={default}")
+    return words
 
 
 def _fields(node: ast.ClassDef) -> str:
@@ -86,7 +109,10 @@ def _doc(node: ast.FunctionDef | ast.ClassDef) -> str:
 
 def _signature(node: ast.FunctionDef, name: str) -> str:
     """Return a call with names and defaults, without types: those are long, and the table explains each argument."""
-    words = list(_arguments(node.args))
+    return _call(name, list(_arguments(node.args)))
+
+
+def _call(name: str, words: list[str]) -> str:
     call = f"{name}({', '.join(words)})"
     if len(call) <= 100:
         return call
