@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from whet.api.load import load_predictor
 from whet.api.train import train_by_name
 from whet.base.errors import UsageError, WhetError
 from whet.config.options import CommonConfig, TrainingOptions
@@ -84,6 +85,16 @@ def test_optional_methods_are_supported_only_where_they_are_overridden() -> None
     assert refused.value.try_ == "one of text, puzzle", "only recipes that can"
     with pytest.raises(UsageError, match="cannot export its model"):
         recipe.write_model_files(None, {}, Path(), to="onnx")
+
+
+def test_a_recipe_that_fails_without_a_message_is_reported() -> None:
+    class Failing(Minimal):
+        def predict(self, config: Any, metadata: Any) -> Any:
+            raise ValueError
+
+    with pytest.raises(WhetError, match="lacks data that its recipe needs") as raised:
+        load_predictor(Failing(), SimpleNamespace(config={}, metadata={}), checkpoint="last")
+    assert raised.value.got == "ValueError"
 
 
 def test_the_goal_of_the_config_precedes_that_of_the_recipe() -> None:

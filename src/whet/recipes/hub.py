@@ -1,5 +1,7 @@
 """Readable explanations for errors of the Hugging Face Hub."""
 
+from whet.base.errors import first_line
+
 # The first match is used. Errors are matched by class name, because huggingface_hub may not be installed.
 _HUB_ERRORS = (
     ("GatedRepoError", "gated repository: request access first"),
@@ -24,5 +26,4 @@ def explain_hub_error(error: BaseException) -> tuple[str, str]:
     kinds = {kind.__name__ for one in chain for kind in type(one).__mro__}
     what = next((text for name, text in _HUB_ERRORS if name in kinds), "the download from the hub failed")
     last = chain[-1]
-    first = str(last).strip().partition("\n")[0].partition(". ")[0]
-    return what, str(getattr(last, "strerror", None) or first or type(last).__name__)[:160]
+    return what, str(getattr(last, "strerror", None) or first_line(last).partition(". ")[0])[:160]
