@@ -37,6 +37,8 @@ def staged_paths() -> dict[Path, Path]:
         if path.suffix in (".py", ".ipynb"):
             places[path.relative_to(ROOT)] = path.relative_to(ROOT).with_suffix(".md")
     places[Path("examples/README.md")] = Path("examples/index.md")
+    # The site's index.md is the README of the repository.
+    places[Path("docs/README.md")] = Path("all-pages.md")
     return places
 
 
