@@ -77,7 +77,7 @@ def run_page(
         elif language == "console":
             for line in text.splitlines():
                 program, *words = shlex.split(line.removeprefix("$ "), comments=True)
-                if program == "make" or words[0] in without:
+                if program in ("make", "pip") or words[0] in without:
                     continue
                 done = warm_python.run(*words, cwd=folder) if program == "python" else warm_whet(*shorter(words))
                 # A data report and a device check that find something set the exit code.
@@ -109,6 +109,21 @@ def test_everything_on_a_page_runs(
         accuracy = re.search(r"accuracy ([\d.]+)", "".join(outputs))
         assert accuracy is not None
         assert float(accuracy[1]) > 0.9
+
+
+def test_the_loop_of_the_readme_runs(tmp_path: Path, warm_python: WarmPython) -> None:
+    (loop,) = [text for language, _, text in blocks("README.md") if language == "py"]
+    given = """
+import torch, whet
+from torch import nn
+model, loss, evaluate = nn.Linear(4, 2), nn.functional.cross_entropy, lambda model: 0.5
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+loader = torch.utils.data.DataLoader(data, batch_size=32)
+"""
+    done = warm_python.run("-c", given + loop, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert '"val_loss":0.5' in (tmp_path / "runs" / "loop" / "events.jsonl").read_text()
 
 
 @pytest.mark.slow
