@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import whet
-from whet.base.origin import calling_script, code_origin, format_traceback
+from whet.base.origin import calling_script, code_origin, format_traceback, user_frames
 
 HERE = Path(whet.__file__).parent
 LIBRARIES = Path(sysconfig.get_path("purelib"))
@@ -24,6 +24,7 @@ LIBRARIES = Path(sysconfig.get_path("purelib"))
         (HERE.with_name("whet_of_mine") / "model.py", "you"),
         (LIBRARIES / "library" / "model.py", "library"),
         (LIBRARIES / "torchlike" / "model.py", "library"),
+        ("/usr/lib/python3/dist-packages/library/model.py", "library"),
         (Path(json.__file__), "python"),
         ("<string>", "python"),
         (Path(__file__), "you"),
@@ -81,6 +82,15 @@ def test_a_traceback_names_the_users_lines_without_their_folders(tmp_path: Path)
     assert text.endswith("KeyError: 'label'")
     assert str(tmp_path) not in text
     assert sysconfig.get_path("stdlib") not in text
+
+
+def test_frames_of_a_debian_package_are_not_the_users() -> None:
+    names: dict[str, object] = {}
+    exec(compile("def fail():\n    raise KeyError", "/usr/lib/python3/dist-packages/library/model.py", "exec"), names)
+    with pytest.raises(KeyError) as raised:
+        names["fail"]()  # type: ignore[operator]
+    (frame,) = user_frames(raised.value)
+    assert (frame.filename, frame.name) == (__file__, "test_frames_of_a_debian_package_are_not_the_users")
 
 
 def test_a_traceback_has_whets_own_lines_only_if_whet_has_failed() -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,20 @@ def run_from_the_future(folder: Path) -> Path:
     header = json.loads((run.path / "run.json").read_text())
     (run.path / "run.json").write_text(json.dumps({**header, **THE_FUTURE}))
     return run.path
+
+
+@pytest.mark.parametrize("folder", ["/usr/lib/python3/dist-packages", "/env/lib/python3.11/site-packages"])
+def test_an_error_of_a_library_is_not_the_users(folder: str) -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def fail():\n    raise KeyError('x')", f"{folder}/library/model.py", "exec"), names)
+    with pytest.raises(KeyError) as raised:
+        names["fail"]()
+    called_by_a_user = main._as_failure(raised.value)
+    assert called_by_a_user.what == "your code raised an exception"
+    assert "; raised at model.py:2 in fail()" in str(called_by_a_user)
+    assert raised.value.__traceback__ is not None
+    failure = main._as_failure(raised.value.with_traceback(raised.value.__traceback__.tb_next))
+    assert (failure.what, failure.got) == ("a library raised an exception", "KeyError: 'x'")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,16 @@ def code_origin(file: str) -> CodeOrigin:
     return "python" if path.is_relative_to(sysconfig.get_path("stdlib")) else "you"
 
 
+def is_installed_file(file: str) -> bool:
+    """Return whether a file belongs to torch, another library or Python, and not to the user or to whet."""
+    return not file.startswith("<") and code_origin(file) in ("library", "torch", "python")
+
+
+def user_frames(error: BaseException) -> list[FrameSummary]:
+    """Return the frames of a traceback that are in the user's code, the innermost one last."""
+    return [frame for frame in extract_tb(error.__traceback__) if code_origin(frame.filename) == "you"]
+
+
 def failure_frames(error: BaseException) -> tuple[FrameSummary | None, FrameSummary | None]:
     """Return the innermost frame of the user's code in a traceback, and the innermost frame of code that it called.
 

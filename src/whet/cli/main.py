@@ -3,10 +3,8 @@
 import errno
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 import typer
@@ -91,7 +89,6 @@ _OTHER_VERBS = {
 
 _EPILOG = "Every command takes --quiet (results and errors only) and --debug (tracebacks of failures)."
 _EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
-_PACKAGE_ROOT = str(Path(__file__).parent.parent)
 # typer does not export the base class of its usage errors, but the public BadParameter derives from it.
 _ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -179,7 +176,9 @@ def _run(args: list[str], *, debug: bool) -> int:
         if isinstance(error.__context__, BrokenPipeError):  # typer converts it to SystemExit.
             return _reader_gone()
         # If user code called sys.exit(), its exit code 0 would wrongly report success.
-        if debug or not _user_frames(error):
+        from whet.base.origin import user_frames
+
+        if debug or not user_frames(error):
             raise
         output.error(_as_failure(error))
         return 1
@@ -226,9 +225,9 @@ def _discard(stream: TextIO) -> None:
 
 def _as_failure(error: BaseException) -> WhetError:
     """Describe an unexpected exception. It is attributed to user code if the traceback contains any."""
-    from whet.base.origin import failure_frames, frame_name
+    from whet.base.origin import code_origin, failure_frames, frame_name, user_frames
 
-    frames, user_frames = traceback.extract_tb(error.__traceback__), _user_frames(error)
+    frames, own_frames = traceback.extract_tb(error.__traceback__), user_frames(error)
     notes = "; ".join(getattr(error, "__notes__", ()))
     got = f"{type(error).__name__}: {error}" + (f"; {notes}" if notes else "")
     traceback_hint = "add --debug to see the traceback"
@@ -237,26 +236,13 @@ def _as_failure(error: BaseException) -> WhetError:
         return WhetError(what, got=got.partition(",")[0], try_="deterministic=off, or another operator")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return WhetError("the disk is full", got=str(error), try_="free some space, or write elsewhere")
-    if user_frames:
+    if own_frames:
         inner = failure_frames(error)[1]
-        where = frame_name(user_frames[-1]) + (f"; raised at {frame_name(inner)}" if inner else "")
+        where = frame_name(own_frames[-1]) + (f"; raised at {frame_name(inner)}" if inner else "")
         return WhetError("your code raised an exception", got=f"{got} ({where})", try_=traceback_hint)
-    if frames and not frames[-1].filename.startswith(_PACKAGE_ROOT):
+    if frames and code_origin(frames[-1].filename) not in ("whet", "recipe"):
         return WhetError("a library raised an exception", got=got, try_=traceback_hint)
     return WhetError("internal error", got=got, try_=traceback_hint)
-
-
-def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of the traceback that are neither in whet nor in a library."""
-    return [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_PACKAGE_ROOT, "<")) and not _is_library(frame.filename)
-    ]
-
-
-def _is_library(filename: str) -> bool:
-    return "site-packages" in filename or filename.startswith(sysconfig.get_path("stdlib"))
 
 
 def _as_usage_error(error: Exception, args: Sequence[str]) -> UsageError:

@@ -4,12 +4,10 @@ import contextlib
 import copy
 import hashlib
 import random
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,9 @@ from torch import Tensor
 from torch.utils.data._utils import worker as torch_worker
 
 from whet.base.errors import WhetError
+from whet.base.origin import frame_name, user_frames
 from whet.data.batch import Position
 from whet.data.order import collate_seed, mix_seed, sample_seed
-
-_WHET_ROOT = str(Path(__file__).parent.parent)
 
 
 class BadSampleError(WhetError):
@@ -140,11 +137,7 @@ class SampleIdentity:
 
 
 def _explain(error: Exception, problem: str, call: str) -> BadSampleError:
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = (_WHET_ROOT, "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    user_frames = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames[-1:]
-    frame = user_frames[-1]
-    where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}()"
+    where = frame_name((user_frames(error) or traceback.extract_tb(error.__traceback__))[-1])
     what = f"{type(error).__name__}: {error}"[:300]
     explained = BadSampleError(
         problem,

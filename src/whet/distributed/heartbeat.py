@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import psutil
 
 from whet.base.errors import LostRankError
+from whet.base.origin import code_origin
 
 # Do not import the store at run time, because it imports torch, which stall detection does not need.
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ WARMUP_PHASES = 15
 """Number of phases in the warm-up: five steps with three phases each (step, logging, and reading the next batch)."""
 _WINDOW = 32
 """Number of recent times on which the stall limit is based."""
-_STDLIB = Path(os.__file__).parent
 
 INTERVAL_SECONDS = 1.0
 """Seconds between heartbeats."""
@@ -177,9 +177,9 @@ def _is_in_collective(frame: FrameType | None) -> bool:
 def _source_line(frame: FrameType | None) -> str:
     """Return the innermost source line outside torch and the standard library as ", at FILE:LINE", or ""."""
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if "torch" not in path.parts and not path.is_relative_to(_STDLIB):
-            return f", at {path.name}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        if code_origin(file) not in ("torch", "python"):
+            return f", at {Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

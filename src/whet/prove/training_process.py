@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 
 from whet.base.errors import WhetError
 from whet.base.model import FrozenModel
+from whet.base.origin import code_origin, frame_name, user_frames
 from whet.base.worker import WorkerChannel, error_to_json, exit_now, load_object
 from whet.run import durable
 from whet.run.disk import Disk
@@ -33,7 +33,6 @@ DISK_CALLS = tuple(name for name in vars(Disk) if not name.startswith("_"))
 # This many disk calls after its folder was created, a checkpoint has its first file, but no manifest.
 _CALLS_INTO_DRAFT = 4
 _POLL_SECONDS = 0.002
-_LIBRARY_PATHS = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib"))
 
 
 class ProcessOrder(FrozenModel):
@@ -147,10 +146,9 @@ def _describe(error: Exception) -> dict[str, Any]:
     """Return the error as JSON, with the last line of user code in its traceback."""
     if isinstance(error, WhetError):
         return error_to_json(error)
-    ours = str(Path(__file__).parent.parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    theirs = [frame for frame in frames if "site-packages" not in frame.filename] or frames
-    where = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno} in {theirs[-1].name}())" if theirs else ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if code_origin(frame.filename) != "whet"]
+    frames = user_frames(error) or frames
+    where = f" ({frame_name(frames[-1])})" if frames else ""
     got = f"{type(error).__name__}: {error}{where}"[:500]
     return {"what": "the training fails even without kills", "got": got, "try_": None, "is_usage": False}
 
@@ -216,7 +214,7 @@ def _report_libraries(target: str, arguments: dict[str, Any], writing: int) -> N
 
 def _is_library(name: str) -> bool:
     file = getattr(sys.modules[name], "__file__", None)
-    return isinstance(file, str) and file.startswith(_LIBRARY_PATHS) and name != "__mp_main__"
+    return isinstance(file, str) and code_origin(file) != "you" and name != "__mp_main__"
 
 
 def _fork(channel: WorkerChannel, order: ProcessOrder) -> int:

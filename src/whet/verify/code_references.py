@@ -8,13 +8,13 @@ import hashlib
 import os
 import re
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from whet.base.origin import is_installed_file
 from whet.verify.value_bytes import SCALARS
 
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -30,7 +30,6 @@ _SKIPPED_PACKAGES = frozenset(
     }
 )  # fmt: skip
 """Packages whose state does not affect training or cannot be read."""
-_LIBRARY_PATHS = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _MAX_DOTS = 3
 """Maximum depth to which an attribute chain such as `torch.nn.Linear.count` is followed into libraries."""
 _ACCESSED_BY_TEXT = frozenset({"globals", "vars", "__dict__", "getattr", "setattr", "exec", "eval"})
@@ -59,7 +58,7 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(function, types.MethodType):
         yield "self", function.__self__
         function = function.__func__
-    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _is_of_library(function):
+    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _is_installed(function):
         # Unwrap library decorators such as torch.no_grad: their variables are not the user's.
         function = function.__wrapped__
     if not isinstance(function, types.FunctionType):
@@ -192,8 +191,7 @@ def is_skipped_package(module: str | None) -> bool:
 
 def is_installed(module: types.ModuleType | None) -> bool:
     """Return whether a module belongs to an installed package, not to the user's own code."""
-    path = getattr(module, "__file__", None) or ""
-    return "site-packages" in path or "dist-packages" in path
+    return is_installed_file(getattr(module, "__file__", None) or "")
 
 
 def is_library_class(kind: type) -> bool:
@@ -205,8 +203,8 @@ def _is_inside(item: Any, module: Any) -> bool:
     return isinstance(item, types.ModuleType) and item.__name__.startswith(f"{module.__name__}.")
 
 
-def _is_of_library(function: types.FunctionType) -> bool:
-    return any(part in function.__code__.co_filename for part in _LIBRARY_PATHS)
+def _is_installed(function: types.FunctionType) -> bool:
+    return is_installed_file(function.__code__.co_filename)
 
 
 @functools.lru_cache(4_096)

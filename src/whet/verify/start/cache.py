@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import json
 import sys
-import sysconfig
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,14 +20,13 @@ from torch import nn
 
 from whet.base import env
 from whet.base.errors import WhetError
+from whet.base.origin import code_origin
 from whet.run import durable
 
 _FORMAT = 3
 _MAX_FILE_BYTES = 10_000
 _MAX_DEPTH, _MAX_ITEMS = 4, 1_000
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_LIBRARIES = {"site-packages", "dist-packages"}
-_STDLIB = Path(sysconfig.get_paths()["stdlib"])
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -122,12 +120,11 @@ def _source_files(model: nn.Module, functions: tuple[Callable[..., Any] | None, 
 
 def _user_modules() -> Iterator[ModuleType]:
     """Yield loaded modules outside libraries, because any of them may affect the model, for example by a flag."""
-    for name, module in list(sys.modules.items()):
+    for module in list(sys.modules.values()):
         path = Path(str(getattr(module, "__file__", None) or ""))
-        is_library = name.partition(".")[0] == "whet" or not {*path.parts}.isdisjoint(_LIBRARIES)
         # Some modules of torch have a `__file__` that does not exist.
         is_file = isinstance(module, ModuleType) and path.suffix == ".py" and path.is_file()
-        if is_file and not is_library and _STDLIB not in path.parents:
+        if is_file and code_origin(str(path)) == "you":
             yield module
 
 
