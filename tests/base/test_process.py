@@ -1,4 +1,4 @@
-"""Time limits that interrupt Python code."""
+"""Time limits that interrupt Python code, and the names of signals."""
 
 import gc
 import signal
@@ -8,7 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from whet.base.process import TimeLimitError, gc_disabled, interrupt_after, interrupt_obstacle
+from whet.base.process import (
+    TimeLimitError,
+    describe_exit_code,
+    gc_disabled,
+    interrupt_after,
+    interrupt_obstacle,
+    signal_name,
+)
 
 FAR = 600.0
 """Seconds that only a limit without effect takes."""
@@ -20,6 +27,17 @@ def _no_alarm_is_left():
     yield
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_signals_without_a_name_are_numbered():
+    """Real-time signals have no names in Python, except the first and the last."""
+    unnamed = max(signal.valid_signals()) - 1
+    assert (signal_name(signal.SIGTERM), signal_name(unnamed)) == ("SIGTERM", f"signal {unnamed}")
+    assert [describe_exit_code(code) for code in (3, -9, -unnamed)] == [
+        "exit code 3",
+        "killed by SIGKILL",
+        f"killed by signal {unnamed}",
+    ]
 
 
 def test_body_that_ends_in_time_is_not_interrupted():

@@ -1,5 +1,7 @@
 """Data workers look like those of torch's DataLoader to datasets and to worker_init_fn."""
 
+import signal
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -7,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from whet.data.adapters import LoadingConfig, open_source
 from whet.data.batch import Position
 from whet.data.sample import BadSampleError
+from whet.data.workers import _describe_exit
 from whet.device.cpu import CpuDevice
 
 pytestmark = pytest.mark.torch
@@ -54,3 +57,10 @@ def test_an_error_of_worker_init_fn_is_shown() -> None:
     with pytest.raises(BadSampleError, match="worker_init_fn failed") as raised:
         _rows(_fail)
     assert "no library for this worker" in str(raised.value)
+
+
+def test_the_end_of_a_worker_is_described() -> None:
+    unnamed = max(signal.valid_signals()) - 1
+    assert _describe_exit(-unnamed) == f"killed by signal {unnamed}", "a real-time signal"
+    assert _describe_exit(-signal.SIGKILL) == "killed by SIGKILL, perhaps for lack of memory"
+    assert (_describe_exit(None), _describe_exit(3)) == ("closed its pipe", "ended with exit code 3")

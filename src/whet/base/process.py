@@ -1,8 +1,12 @@
 """Signals, time limits, exit codes and garbage collection of this process."""
 
+import ctypes
 import gc
+import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -26,6 +30,46 @@ def exit_code(number: int) -> int:
     (130, 143)
     """
     return 128 + number
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, including signals that Python does not define.
+
+    >>> signal_name(9), signal_name(40)
+    ('SIGKILL', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_exit_code(code: int) -> str:
+    """Describe an exit code, which is negative for a process that a signal killed.
+
+    >>> describe_exit_code(3), describe_exit_code(-9)
+    ('exit code 3', 'killed by SIGKILL')
+    """
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+
+
+def kill_with_parent() -> None:
+    """Let Linux kill this process as soon as its parent ends. Other systems cannot."""
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG of prctl(2).
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def watch_parent(parent: int, on_end: Callable[[], None]) -> None:
+    """Start a thread that calls `on_end` when the process `parent` is no longer the parent of this process."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        on_end()
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()
 
 
 def stop_immediately(number: int) -> NoReturn:
@@ -56,7 +100,7 @@ def stop_message(number: int, *, when: str) -> str:
     """
     if number == signal.SIGINT:
         return f"stopping {when}; Ctrl-C once more stops at once"
-    return f"{signal.Signals(number).name}: stopping {when}; a second one stops at once"
+    return f"{signal_name(number)}: stopping {when}; a second one stops at once"
 
 
 class TimeLimitError(BaseException):

@@ -32,6 +32,7 @@ from typing import IO, Any, Self
 
 from whet.base import env
 from whet.base.errors import UsageError, WhetError
+from whet.base.process import describe_exit_code
 
 _TICK_SECONDS = 0.5
 # Check the memory limit often, because a process can allocate gigabytes within a second.
@@ -303,23 +304,6 @@ def load_object(target: str) -> Any:
     """Import an object named as "module:name"."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def describe_exit_code(code: int) -> str:
-    """Describe an exit code.
-
-    >>> describe_exit_code(3), describe_exit_code(-9)
-    ('exit code 3', 'killed by SIGKILL')
-    """
-    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal, including signals that Python does not define."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def kill_group(pid: int) -> None:

@@ -5,17 +5,15 @@ import os
 import platform
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from whet.base import env
 from whet.base.errors import UsageError
+from whet.base.process import watch_parent
 from whet.base.units import format_bytes
 from whet.cli import output
 
-_POLL_SECONDS = 1.0
 # Approximate memory of a process that has imported torch and nothing else.
 _TORCH_BYTES = 200_000_000
 
@@ -107,7 +105,7 @@ def launch(
     notify: Callable[[str], None],
 ) -> int:
     """Start the processes and wait for them. Restart all of them if one is killed. Return the exit code."""
-    from whet.base.worker import signal_name
+    from whet.base.process import signal_name
     from whet.distributed import launcher
     from whet.run.folder import RUN_FILE
     from whet.training.supervisor import KilledError, prepare_restart
@@ -189,14 +187,7 @@ def on_rank_zero(context: contextlib.AbstractContextManager[object]) -> Iterator
 
 def stop_with_launcher() -> None:
     """Start a thread that makes this process save and stop when its parent process is gone."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_POLL_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True, name="launcher").start()
+    watch_parent(os.getppid(), lambda: os.kill(os.getpid(), signal.SIGTERM))
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         # The launcher forwards SIGHUP when the terminal is closed. Treat it like SIGTERM, so that no steps are lost.
         signal.signal(signal.SIGHUP, lambda _number, _frame: os.kill(os.getpid(), signal.SIGTERM))

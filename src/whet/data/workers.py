@@ -6,14 +6,12 @@ not arrived, and read the same samples. torch's DataLoader is not used for two r
 exception in the middle of any Python code, such as an optimizer step, and it shares tensors through /dev/shm.
 """
 
-import ctypes
 import multiprocessing
 import os
 import queue
 import select
 import signal
 import struct
-import sys
 import threading
 import time
 import traceback
@@ -22,13 +20,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
 from whet.base import env
 from whet.base.errors import UsageError, WhetError
+from whet.base.process import kill_with_parent, signal_name, watch_parent
 from whet.data.batch import Position
 from whet.data.order import PlannedBatch, SampleOrder
 from whet.data.sample import BadSampleError, DatasetReader, SampleIdentity, pack_samples
@@ -206,7 +205,7 @@ def _describe_exit(code: int | None) -> str:
     if code is None:
         return "closed its pipe"
     if code < 0:
-        name = signal.Signals(-code).name
+        name = signal_name(-code)
         return f"killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
     return f"ended with exit code {code}"
 
@@ -248,7 +247,9 @@ def worker_main(
     # Ctrl-C is sent to every process of the terminal. The training process decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _exit_with_parent(parent)
+    # Exit when the training process is killed: immediately on Linux, within a second on other systems.
+    kill_with_parent()
+    watch_parent(parent, lambda: os._exit(0))
     # Multiple threads in each worker would compete with the training process.
     torch.set_num_threads(1)
     # The queue is bounded, so that a worker reads at most `prefetch` batches ahead.
@@ -304,18 +305,3 @@ def _send(outbox: "queue.Queue[tuple[bytes, Any]]", results: Connection) -> None
                 rest = rest[os.write(results.fileno(), rest) :]
         except OSError:
             os._exit(0)
-
-
-def _exit_with_parent(parent: int) -> None:
-    """Exit when the training process is killed: immediately on Linux, within a second on other systems."""
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG of prctl(2).
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-
-
-def _watch(parent: int) -> NoReturn:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(0)

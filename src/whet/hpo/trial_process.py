@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from whet.base.errors import DivergedError, InsufficientMemoryError, WhetError
-from whet.base.process import TerminatedError
-from whet.base.worker import JsonWorker, WorkerChannel, WorkerExitError, WorkerTimeoutError, load_object, signal_name
+from whet.base.process import TerminatedError, signal_name
+from whet.base.worker import JsonWorker, WorkerChannel, WorkerExitError, WorkerTimeoutError, load_object
 
 # Exit codes of trials that end without a value.
 OUT_OF_MEMORY = 75

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from whet.base import env
 from whet.base.model import FrozenModel
-from whet.base.worker import JsonWorker, WorkerExitError, WorkerTimeoutError, describe_exit_code
+from whet.base.process import describe_exit_code
+from whet.base.worker import JsonWorker, WorkerExitError, WorkerTimeoutError
 from whet.machine.facts import TorchFacts
 from whet.machine.programs import clean_name
 

@@ -5,7 +5,6 @@ SIGKILL, and a forked process has no pipe to the parent.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 from whet.base.errors import WhetError
 from whet.base.model import FrozenModel
 from whet.base.origin import code_origin, frame_name, user_frames
+from whet.base.process import kill_with_parent
 from whet.base.worker import WorkerChannel, error_to_json, exit_now, load_object
 from whet.run import durable
 from whet.run.disk import Disk
@@ -231,9 +231,7 @@ def _fork(channel: WorkerChannel, order: ProcessOrder) -> int:
         # Make the fork the leader of its own process group, as any worker, and let it die with the fork server.
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
-        if sys.platform == "linux":
-            set_parent_death_signal = 1
-            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        kill_with_parent()
         code = run_training(order)
     finally:
         exit_now(code)

@@ -4,7 +4,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from whet.base.errors import WhetError
-from whet.base.process import TerminatedError
+from whet.base.process import TerminatedError, signal_name
 from whet.training.callback import Action, State
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def stop_reason(action: Action) -> str:
     >>> stop_reason(Action(stop="SIGINT", signal=signal.SIGINT)), stop_reason(Action.STOP("good enough"))
     ('stopped by Ctrl-C', 'stopped: good enough')
     """
-    return f"stopped by {_signal_name(action.signal)}" if action.signal else f"stopped: {action.stop}"
+    return f"stopped by {_stopped_by(action.signal)}" if action.signal else f"stopped: {action.stop}"
 
 
 def describe_end(state: State, config: "RunConfig", error: BaseException | None) -> str:
@@ -55,5 +55,5 @@ def _early_stop(state: State, config: "RunConfig") -> str:
     return f"{reason}, best {best:.4g} at step {state.best_step:,}"
 
 
-def _signal_name(number: int) -> str:
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+def _stopped_by(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal_name(number)

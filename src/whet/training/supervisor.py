@@ -6,7 +6,6 @@ from which it is no longer bit-exact.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import shlex
@@ -14,8 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +21,7 @@ from typing import Any
 
 from whet.base import env
 from whet.base.errors import WhetError
+from whet.base.process import kill_with_parent, signal_name, watch_parent
 from whet.plan.plan import read_plan, with_smaller_micro_batch
 from whet.run import lock
 from whet.run.event import SESSION_START_KINDS
@@ -66,10 +64,7 @@ class TrainingExit:
     @property
     def killer(self) -> str:
         """The name of the signal that killed the process."""
-        try:
-            return signal.Signals(-self.code).name
-        except ValueError:
-            return f"signal {-self.code}"
+        return signal_name(-self.code)
 
 
 def is_supervised() -> bool:
@@ -242,15 +237,6 @@ def exit_with_parent() -> None:
     """Exit when the supervisor is killed, so that killing `whet train` also ends the training process."""
     if not is_supervised():
         return
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG from prctl(2).
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    threading.Thread(target=_poll_parent, daemon=True, name="parent").start()
-
-
-def _poll_parent() -> None:
-    """Stop the run, with a final save, once the parent has died. Used on systems without a parent-death signal."""
-    while is_supervised():
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
+    kill_with_parent()
+    # On systems without a parent-death signal, stop the run with a final save.
+    watch_parent(os.getppid(), lambda: os.kill(os.getpid(), signal.SIGTERM))
