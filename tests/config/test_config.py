@@ -12,9 +12,11 @@ from whet.base.errors import UsageError
 from whet.config.options import CommonConfig, SessionOptions, TrainingOptions
 from whet.config.resolve import read_options, resolve_config
 from whet.config.sources import flatten, nest, parse_args, parse_value
+from whet.machine.known import load_machine
+from whet.plan.plan import make_plan
 from whet.plan.rules import ALL_RULES
 from whet.recipes.chat.config import ChatConfig
-from whet.recipes.text.config import TextConfig
+from whet.recipes.text.config import TextConfig, describe
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_auto_is_no_override() -> None:
         ("epochs=0", "epochs must be greater than 0", "epochs=10"),
         ("ema=maybe", "ema must be true or false", "ema=False"),
         ("precision=bf8", "'bf16'", "precision=auto"),
-        ("keep=1", "keep must be greater than or equal to 2", "keep=auto"),
+        ("keep=1", "keep must be a whole number, 2 or more", "keep=auto"),
         ("dropout=1", "dropout must be less than 1", "dropout=0.1"),
         ("lr=nan", "lr must be", "lr="),
         ("lr=inf", "lr must be", "lr="),
@@ -219,6 +221,23 @@ def test_errors_of_arguments_suggest_a_fix(word: str, what: str, hint: str) -> N
         resolve_config(TextConfig, [word])
     assert what in caught.value.what + str(caught.value.got)
     assert hint in (caught.value.try_ or "")
+
+
+@pytest.mark.parametrize("key", ["micro_batch", "eval_batch", "workers", "threads", "bucket_mb", "memory_gb"])
+@pytest.mark.parametrize("value", [-1, 0, 1, 1_024, 1_025, 4_096, 4_097, 10**6, 10**6 + 1])
+def test_options_and_plan_allow_the_same_values(key: str, value: int) -> None:
+    machine, workload = load_machine("h200"), describe(TextConfig())
+    accepted = []
+    for parse in (
+        lambda: resolve_config(TextConfig, [f"{key}={value}"]),
+        lambda: make_plan(machine, workload, overrides={key: value}),
+    ):
+        try:
+            parse()
+            accepted.append(None)
+        except UsageError as error:
+            accepted.append(error.what)
+    assert accepted[0] == accepted[1]
 
 
 def test_repeated_yaml_key_is_named_with_its_line(tmp_path: Path) -> None:

@@ -23,10 +23,13 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
 )
 from pydantic.functional_validators import BeforeValidator
 
 from whet.plan.values import (
+    DECLARED,
     SETTING_NAMES,
     Attention,
     CausalMask,
@@ -215,9 +218,10 @@ class CommonConfig(TrainingOptions):
         1, description="train this many times, with seed, seed + 1, ..., and report mean and spread (whet train)"
     )
 
-    # Settings of the plan. A rule or measurement never changes a setting that the user has given.
-    micro_batch: BatchSize | Auto = Field("auto", description="samples that go through the model at once")
-    eval_batch: PositiveInt | Auto = Field("auto", description="samples evaluated at once")
+    # Settings of the plan, whose ranges are declared in plan/values.py. A rule or measurement never changes a setting
+    # that the user has given.
+    micro_batch: int | Auto = Field("auto", description="samples that go through the model at once")
+    eval_batch: int | Auto = Field("auto", description="samples evaluated at once")
     precision: Precision | Auto = Field("auto", description="number format of matrix products")
     compile: Annotated[Compile, BeforeValidator(_parse_switch)] | Auto = Field(
         "auto", description="torch.compile the model, or its repeated blocks"
@@ -236,16 +240,14 @@ class CommonConfig(TrainingOptions):
     sharding: Literal["off", "full"] | Auto = Field(
         "auto", description="several processes each keep the whole model, or a part of every weight"
     )
-    bucket_mb: Annotated[int, Field(gt=0, le=4096)] | Auto = Field(
-        "auto", description="megabytes of gradients that several processes sum at once"
-    )
-    checkpoint_steps: PositiveInt | Auto = Field("auto", description="steps between checkpoints")
-    checkpoint_minutes: PositiveFloat | Auto = Field("auto", description="minutes between checkpoints")
-    checkpoint_epochs: PositiveInt | Auto = Field("auto", description="epochs between checkpoints")
-    keep: Annotated[int, Field(ge=2)] | Auto = Field("auto", description="how many of the last checkpoints are kept")
-    workers: NonNegativeInt | Auto = Field("auto", description="processes that load data ahead")
-    threads: Annotated[int, Field(gt=0, le=1024)] | Auto = Field("auto", description="CPU threads")
-    memory_gb: Annotated[float, Field(gt=0, le=10**6)] | Auto = Field("auto", description="memory the run may plan for")
+    bucket_mb: int | Auto = Field("auto", description="megabytes of gradients that several processes sum at once")
+    checkpoint_steps: int | Auto = Field("auto", description="steps between checkpoints")
+    checkpoint_minutes: float | Auto = Field("auto", description="minutes between checkpoints")
+    checkpoint_epochs: int | Auto = Field("auto", description="epochs between checkpoints")
+    keep: int | Auto = Field("auto", description="how many of the last checkpoints are kept")
+    workers: int | Auto = Field("auto", description="processes that load data ahead")
+    threads: int | Auto = Field("auto", description="CPU threads")
+    memory_gb: float | Auto = Field("auto", description="memory the run may plan for")
     on_device_failure: OnDeviceFailure | Auto = Field("auto", description="what to do if the device cannot be used")
     mps_fallback: Switch | Auto = Field("auto", description="run operators that MPS lacks on the CPU")
     on_heat: OnHeat | Auto = Field("auto", description="what to do when the machine gets hot and slow")
@@ -254,6 +256,15 @@ class CommonConfig(TrainingOptions):
         "auto", description="before the first step, compare the device with the CPU, and check causal models"
     )
     causal_mask: CausalMask | Auto = Field("auto", description="causal attention by the flag is_causal, or by a mask")
+
+    @field_validator(*SETTING_NAMES, check_fields=False)
+    @classmethod
+    def _check_range(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        constraint = DECLARED[info.field_name].constraint
+        if value != "auto" and not constraint.holds(value):
+            raise ValueError(constraint.text)
+        return value
 
     @property
     def paths(self) -> tuple[Path, ...]:
