@@ -55,7 +55,7 @@ def test_an_answer_that_is_written_is_shown_and_a_class_is_not() -> None:
     line("eval", {"step": 4, "accuracy": 0.5, "samples": [sample], "classes": {"labels": ["a"]}})
     first, second, third = stream.getvalue().splitlines()
     assert first == "chat  step 3  perplexity 2.0000"
-    assert second == "chat  for example  ... " + "x" * 66 + "eat?  ->  Yes, I ?" + "y" * 92 + " ..."
+    assert second == "chat  for example  ... " + "x" * 66 + "eat?  ->  Yes, I  " + "y" * 92 + " ..."
     assert third == "chat  step 4  accuracy 0.5000"
 
 

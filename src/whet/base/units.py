@@ -105,6 +105,24 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
 
+def printable_line(text: str) -> str:
+    """Replace control characters with spaces, newlines included.
+
+    >>> printable_line("a\\x1b[2Jb\\nc")
+    'a [2Jb c'
+    """
+    return text if text.isprintable() else printable(text).replace("\n", " ")
+
+
+def one_line(text: str) -> str:
+    """Return the text as one line, without control characters and with single spaces.
+
+    >>> one_line(" a\\x1bb\\n   c ")
+    'a b c'
+    """
+    return " ".join(printable_line(text).split())
+
+
 def valid_utf8(text: str) -> str:
     """Replace characters that UTF-8 cannot encode, such as lone surrogates from JSON or from a command line."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout, 
 from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import LostRankError, WhetError
-from whet.base.units import format_percent, printable
+from whet.base.units import format_percent, printable, printable_line
 from whet.report.table import align_columns
 
 if TYPE_CHECKING:
@@ -161,11 +161,6 @@ def supports_unicode() -> bool:
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
-def single_line(text: str) -> str:
-    """Replace line breaks and control characters, so that a table cell stays on its line."""
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
-
-
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Align columns to their widest cell.
 
@@ -174,4 +169,4 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     device       mps
     micro_batch  16
     """
-    return "\n".join(align_columns([header, *([single_line(cell) for cell in row] for row in rows)]))
+    return "\n".join(align_columns([header, *([printable_line(cell) for cell in row] for row in rows)]))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from whet.base.errors import UsageError
-from whet.base.units import format_bytes, format_seconds
+from whet.base.units import format_bytes, format_seconds, printable_line
 from whet.cli import output
 from whet.cli.options import Json
 
@@ -44,9 +44,9 @@ def runs(
         output.note(f"no runs in {folder}")
     for run in listed:
         if run.problem:
-            output.note(f"{output.single_line(str(run.path))}: {run.problem}")
+            output.note(f"{printable_line(str(run.path))}: {run.problem}")
     for path, number in groups.items():
-        output.note(output.single_line(f"{path} contains {number:,} more: whet runs {shell_path(path)}"))
+        output.note(printable_line(f"{path} contains {number:,} more: whet runs {shell_path(path)}"))
 
 
 def _row(run: "RunStatus") -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from whet.base import env
+from whet.base.units import one_line
 
 # Programs such as nvidia-smi can hang with a broken driver.
 TIMEOUT_SECONDS = 5.0
@@ -80,5 +81,4 @@ def clean_name(text: object) -> str | None:
     """
     if not isinstance(text, str):
         return None
-    shown = "".join(c if c.isprintable() else " " for c in text)
-    return " ".join(shown.split())[:_MAX_NAME] or None
+    return one_line(text)[:_MAX_NAME] or None

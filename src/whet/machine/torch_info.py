@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from whet.base import env
 from whet.base.model import FrozenModel
 from whet.base.process import describe_exit_code
+from whet.base.units import one_line
 from whet.base.worker import JsonWorker, WorkerExitError, WorkerTimeoutError
 from whet.machine.facts import TorchFacts
 from whet.machine.programs import clean_name
@@ -85,7 +86,7 @@ def torch_query(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[Callabl
         # Discard the output, so that a torch that prints without end cannot fill the disk.
         worker = JsonWorker(_TARGET, environment=env.c_locale_environment(), log=Path(os.devnull))
     except OSError as error:
-        reason = _one_line(f"Python could not be started to query torch: {error.strerror}")
+        reason = _short_line(f"Python could not be started to query torch: {error.strerror}")
         yield lambda: TorchInfo(error=reason)
         return
     with worker:
@@ -111,13 +112,13 @@ def _receive(worker: JsonWorker, *, deadline: float) -> TorchInfo:
         return TorchInfo(error=f"{_torch_name()} could not be queried: its message is invalid")
     if info.error is None:
         return info
-    return TorchInfo(error=_one_line(f"{_torch_name()} cannot be imported: {info.error}"))
+    return TorchInfo(error=_short_line(f"{_torch_name()} cannot be imported: {info.error}"))
 
 
 def _torch_name() -> str:
     return f"torch {installed_version() or ''}".strip()
 
 
-def _one_line(text: str) -> str:
-    shown = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+def _short_line(text: str) -> str:
+    shown = one_line(text)
     return shown if len(shown) <= _MAX_ERROR_LENGTH else shown[: _MAX_ERROR_LENGTH - 3] + "..."

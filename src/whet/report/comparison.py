@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from whet.base.errors import UsageError
 from whet.base.model import FrozenModel
-from whet.base.units import format_bytes, format_count, format_seconds, format_speed, printable
+from whet.base.units import format_bytes, format_count, format_seconds, format_speed, one_line, printable_line
 from whet.config.sources import flatten
 from whet.plan.render import format_value
 from whet.report.plan_evidence import peak_memory
 from whet.report.run_report import RunReport
-from whet.report.table import align_columns, one_line
+from whet.report.table import align_columns
 from whet.run.strict_json import StrictModel
 
 MAX_COMPARED_RUNS = 12
@@ -144,5 +144,5 @@ def _table(title: str, labels: Sequence[str], rows: Sequence[tuple[str, Sequence
 
 
 def _clip(text: str) -> str:
-    clean = printable(text).replace("\n", " ")
+    clean = printable_line(text)
     return clean if len(clean) <= _MAX_CELL else clean[: _MAX_CELL - 3] + "..."

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 
 from whet.base.errors import UsageError
+from whet.base.units import printable_line
 from whet.run import durable
 
 _WIDTH, _PANEL_HEIGHT = 640, 250
@@ -237,7 +238,7 @@ def svg_text(x: float, y: float, text: str, *, css: str = "", extra: str = "") -
 
 def escape_svg(text: str) -> str:
     """Escape markup and remove characters that XML forbids."""
-    return escape("".join(char if char.isprintable() else " " for char in text))
+    return escape(printable_line(text))
 
 
 @dataclass(frozen=True, slots=True)

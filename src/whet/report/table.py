@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from whet.base.units import one_line, printable_line
+
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines of text. Each column is as wide as its widest cell."""
@@ -15,11 +17,6 @@ def markdown_page(title: str, text: str) -> str:
     Names and logs may be untrusted. In a code block they cannot embed images, create links or mention users. Backticks
     are replaced, so that they cannot end the block.
     """
-    lines = ["".join(char if char.isprintable() else " " for char in line) for line in text.splitlines()]
+    lines = [printable_line(line) for line in text.splitlines()]
     block = "\n".join(lines).replace("`", "'")
     return f"# `{one_line(title).replace('`', chr(39))}`\n\n```text\n{block}\n```\n"
-
-
-def one_line(text: str) -> str:
-    """Return the text as one line, without control characters."""
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -4,11 +4,10 @@ import statistics
 import textwrap
 from collections.abc import Iterator
 
-from whet.base.units import format_bytes, format_count, format_seconds, format_speed
+from whet.base.units import format_bytes, format_count, format_seconds, format_speed, one_line, printable_line
 from whet.plan.render import format_value, settings_table
 from whet.report.run_report import Incident, RunReport
 from whet.report.run_status import loss_text
-from whet.report.table import one_line
 from whet.report.text_chart import draw_curve
 from whet.report.timeline import incident_text
 from whet.run.curve import Curve
@@ -273,4 +272,4 @@ def _clean(text: str) -> str:
     """Remove control characters and truncate the text, because a run folder may be untrusted."""
     if len(text) > _MAX_TEXT:
         text = f"{text[:_MAX_TEXT]} ... ({len(text):,} characters)"
-    return "".join(char if char.isprintable() else " " for char in text)
+    return printable_line(text)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from whet.base.errors import UsageError
+from whet.base.units import printable_line
 from whet.recipes.chat.conversation import Conversation, MalformedError, validate_turns
 from whet.recipes.chat.formats import FORMATS, TRM_FOLDER, TRM_ROWS, Format, detect_format, is_trm_folder
 from whet.recipes.chat.json_records import Record
@@ -90,4 +91,4 @@ def _record_id(value: object) -> str:
     if not isinstance(record_id, str | int):
         return ""
     # Replace line breaks and escape characters, because the text is printed to the terminal.
-    return "".join(char if char.isprintable() else " " for char in str(record_id)[:80])
+    return printable_line(str(record_id)[:80])

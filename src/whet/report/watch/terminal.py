@@ -16,7 +16,7 @@ from rich.text import Text
 
 from whet.base.errors import WhetError
 from whet.base.model import FrozenModel
-from whet.base.units import format_bytes, format_seconds, printable
+from whet.base.units import format_bytes, format_seconds, printable_line
 from whet.report.run_status import LiveStatus, MachineLoad, describe_problem, loss_text, read_live_status
 from whet.report.text_chart import draw_curve, sparkline
 from whet.report.timeline import TimelineEntry
@@ -173,7 +173,7 @@ class TerminalArea:
 
     def clean(self, text: str) -> str:
         """Return the text as one line, without control characters or characters that the terminal cannot show."""
-        text = printable(text).replace("\n", " ")
+        text = printable_line(text)
         return text if self.unicode else text.encode("ascii", "replace").decode()
 
     def fit(self, text: str, cells: int) -> str:

@@ -448,8 +448,7 @@ def _sample_answer(fields: dict[str, Any]) -> str:
         return ""
     question, answer = (" ".join(str(samples[0].get(name, "")).split()) for name in ("input", "predicted"))
     question = question if len(question) <= _MAX_QUESTION else f"... {question[-_MAX_QUESTION:]}"
-    line = f"{question}  ->  {answer[:_MAX_ANSWER]}{' ...' if len(answer) > _MAX_ANSWER else ''}"
-    return "".join(sign if sign.isprintable() else "?" for sign in line)
+    return f"{question}  ->  {answer[:_MAX_ANSWER]}{' ...' if len(answer) > _MAX_ANSWER else ''}"
 
 
 class FirstProblems:

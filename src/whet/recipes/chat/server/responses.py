@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from whet.base.units import printable
+from whet.base.units import printable_line
 from whet.recipes.chat.server.requests import BadRequestError
 from whet.web.access import HttpError
 
@@ -72,7 +72,7 @@ def error_format(path: str, error: HttpError) -> dict[str, Any] | None:
         return None
     got = "" if error.got is None else f"; got: {error.got}"
     try_ = "" if error.try_ is None else f"; try: {error.try_}"
-    message = printable(error.what + got + try_).replace("\n", " ")
+    message = printable_line(error.what + got + try_)
     return _error(message, status=error.status, code=_CODES.get(error.status))
 
 
