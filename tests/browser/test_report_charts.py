@@ -60,6 +60,55 @@ def test_training_and_validation_loss_share_a_chart(
     assert page.locator("#curves .caption", has_text="Shaded").is_visible()
 
 
+def test_interruptions_are_labelled_in_the_chart(
+    browser: Browser, pictures: Path, visits: list[Visit], tmp_path: Path
+) -> None:
+    run = bare(tmp_path / "killed")
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=1000)
+        for step in range(1, 501):
+            log.append("step", step=step, loss=1.0, samples=32 * step)
+        log.append("restart", step=500, reason="killed by SIGKILL")
+        log.append("resume", step=460)
+        for step in range(461, 1001):
+            log.append("step", step=step, loss=1.0, samples=32 * step)
+        for step in range(900, 990):
+            log.append("spike", step=step, reason="the loss is 9")
+    page = opened(run, browser, pictures, visits)
+    page.locator("#chart-loss canvas").wait_for()
+    labels = page.locator("#chart-loss .mark-label")
+    texts = labels.all_inner_texts()
+    assert texts[:2] == ["killed", "resumed"]
+    assert 0 < texts.count("spike") < 20, "what has no room is left out"
+    boxes = [label.bounding_box() for label in labels.all()]
+    places = {(round(box["y"]), box["x"], box["x"] + box["width"]) for box in boxes if box is not None}
+    over = [(a, b) for a in places for b in places if a < b and a[0] == b[0] and a[1] < b[2] and b[1] < a[2]]
+    assert over == []
+    assert (visits[0].too_wide, visits[0].unreadable) == ([], {})
+    page.get_by_label("log scale").check()
+    assert labels.all_inner_texts() == texts
+    assert page.locator("#chart-speed .mark-label").count() == 0
+
+
+def test_the_loss_is_the_same_at_the_top_and_in_the_chart(
+    browser: Browser, pictures: Path, visits: list[Visit], tmp_path: Path
+) -> None:
+    run = bare(tmp_path / "r")
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=4_000)
+        # A point of the curve is a mean of several steps.
+        for step in range(1, 3_001):
+            log.append("step", step=step, loss=float(step % 7), samples=32 * step)
+    page = opened(run, browser, pictures, visits)
+    page.locator("#chart-loss canvas").wait_for()
+    figure = str(3_000 % 7)
+    assert page.locator(".tile", has_text="training loss").locator("strong").inner_text() == figure
+    assert page.locator("#chart-loss .now").inner_text().strip() == figure
+    assert (
+        page.locator(".tile", has_text="steps").locator(".tile-remark").inner_text() == "of 4,000 \u00b7 96,000 samples"
+    )
+
+
 def test_related_metrics_are_grouped_and_know_what_is_better(
     browser: Browser, pictures: Path, visits: list[Visit], tmp_path: Path
 ) -> None:

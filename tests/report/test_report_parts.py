@@ -135,6 +135,7 @@ def test_timeline(report: RunReport) -> None:
         ("end", "good"),
     ]
     assert report.timeline_omitted == 0
+    assert [m.label for m in report.timeline if m.label] == ["out of memory", "resumed"]
 
 
 def test_a_long_timeline_is_truncated_in_the_middle(tmp_path: Path) -> None:

@@ -148,6 +148,17 @@ def test_only_a_run_that_stopped_is_to_be_resumed(tmp_path: Path) -> None:
     assert (summarize(run).state, summarize(run).resume) == ("done", None)
 
 
+def test_only_a_running_training_has_time_left(tmp_path: Path) -> None:
+    run = make(tmp_path / "r")
+    with EventLog(run, clock=ticking()) as log:
+        log.append("start", step=0, total_steps=100)
+        for step in range(1, 11):
+            log.append("step", step=step, loss=1.0, samples=32 * step)
+    with lock.acquire(run.path):
+        assert summarize(run).seconds_left == 90, "a step takes a second"
+    assert summarize(run).seconds_left is None
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -229,3 +240,4 @@ def test_a_rollback_is_no_session(tmp_path: Path) -> None:
     report = summarize(run.path)
     assert [(span.started, span.ended) for span in report.sessions] == [(1000, 1003), (2000, 2001)]
     assert report.training_seconds == 4
+    assert [entry.label for entry in report.timeline if entry.label] == ["rolled back", "resumed"]

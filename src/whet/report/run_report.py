@@ -31,7 +31,7 @@ from whet.report.plan_evidence import (
     planned_vs_actual,
     setting_evidence,
 )
-from whet.report.run_status import RunStatus, read_status
+from whet.report.run_status import RunStatus, estimate_seconds_left, read_status
 from whet.report.timeline import (
     SessionSpan,
     SlowPeriod,
@@ -152,6 +152,8 @@ class RunReport(RunStatus):
     """Seconds from the first event to the last."""
     training_seconds: float
     """Seconds of all sessions, without the time between them."""
+    seconds_left: float | None = None
+    """Seconds until a running training ends, at its recent speed."""
     sessions: tuple[SessionSpan, ...] = ()
     phases: tuple[PhaseTime, ...] = ()
     """Time of the steps by phase."""
@@ -238,6 +240,7 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
         provenance=_provenance(run),
         checkpoints=_checkpoints(run.checkpoints),
         saving=_saving_cost(history),
+        seconds_left=estimate_seconds_left(history, status),
         proof=_proof(run.path),
         damaged_lines=history.damaged,
         **({} if status.state == "running" else _end_fields(history)),

@@ -126,8 +126,7 @@ def read_live_status(run: Run, history: History, *, points: int) -> LiveStatus:
     status = read_status(run, history=history)
     is_running = status.state == "running"
     step = history.last("step")
-    samples, steps = _speeds(history) if is_running else (None, None)
-    left = status.total_steps - step.step if status.total_steps is not None and step is not None else None
+    samples, _ = _speeds(history) if is_running else (None, None)
     epoch = step.get("epoch") if step else None
     return LiveStatus(
         **dict(status),
@@ -135,11 +134,20 @@ def read_live_status(run: Run, history: History, *, points: int) -> LiveStatus:
         epoch=epoch + 1 if isinstance(epoch, int) else None,
         curve=downsample_curve(history, field=next(iter(status.losses), "loss"), points=points),
         samples_per_second=samples,
-        seconds_left=left / steps if left and steps else None,
+        seconds_left=estimate_seconds_left(history, status),
         load=machine_load(history, is_running=is_running),
         recent=_recent_events(history, is_running=is_running),
         resume=resume_command(run) if status.state in ("stopped", "failed") else None,
     )
+
+
+def estimate_seconds_left(history: History, status: RunStatus) -> float | None:
+    """Return how long a running training still takes at its recent speed, or None if that is unknown."""
+    if status.state != "running" or status.total_steps is None or not status.step:
+        return None
+    _, steps_per_second = _speeds(history)
+    left = status.total_steps - status.step
+    return left / steps_per_second if left and steps_per_second else None
 
 
 def loss_text(status: RunStatus) -> str:

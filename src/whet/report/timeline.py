@@ -38,6 +38,15 @@ _TITLES = {
     "skip": "a step was skipped",
     "spike": "the loss is far above its usual values",
 }
+# Labels of incidents in charts. There is no room for more than two words.
+_LABELS = {
+    "oom": "out of memory",
+    "restart": "killed",
+    "skip": "skipped",
+    "spike": "spike",
+    "fallback": "fallback",
+    "warning": "warning",
+}
 # Fields that the text of an incident already contains, or that other parts of a report show.
 _UNLISTED_FIELDS = {
     "resume": ("total_steps", "goal", "mode", "rejected", "exactness", "rollback_reason", "moved_from"),
@@ -189,6 +198,8 @@ class TimelineEntry(FrozenModel):
     """Training seconds up to the event."""
     tone: Tone
     text: str
+    label: str = ""
+    """A word or two for a chart. Empty for events that no chart marks."""
 
 
 def timeline(history: History, clock: TrainingClock) -> tuple[tuple[TimelineEntry, ...], int]:
@@ -218,7 +229,16 @@ def timeline_entry(event: Event, clock: TrainingClock) -> TimelineEntry:
         seconds=clock.at(event.time),
         tone=_tone(event),
         text=_event_text(event)[:_MAX_TEXT],
+        label=_label(event),
     )
+
+
+def _label(event: Event) -> str:
+    if event.kind == "resume":
+        return "rolled back" if event.get("rollback_reason") else "resumed"
+    if event.kind == "end":
+        return "failed" if event.get("state") == "failed" else ""
+    return _LABELS.get(event.kind, "")
 
 
 def _tone(event: Event) -> Tone:

@@ -3,7 +3,7 @@ import { disclosure, el, fill, pill, table } from "./dom.js";
 import { formatUnit, shortNumber, formatCount, formatSeconds } from "./format.js";
 import { AXES } from "./curves.js";
 import { drawnLayer, layersOf, nearest } from "./layers.js";
-import { colors, dot, drawBehind, faint, pointMark } from "./paint.js";
+import { colors, dot, drawBehind, drawMarkLabels, faint, pointMark } from "./paint.js";
 
 const MOST_ROWS = 200;
 const BYTE_STEPS = Array.from({ length: 44 }, (none, power) => 2 ** power);
@@ -27,6 +27,7 @@ export class Chart {
     this.now = el("div", { class: "now" });
     this.legend = el("div", { class: "legend" });
     this.tip = el("div", { class: "tip", "aria-hidden": "true" });
+    this.labels = el("div", { class: "mark-labels", "aria-hidden": "true" });
     this.element = el(
       "figure",
       { class: "chart", id },
@@ -87,7 +88,7 @@ export class Chart {
     this.plot?.destroy();
     fill(this.box);
     this.plot = new uPlot(this.options(lines, pairs, width), data, this.box);
-    this.plot.over.append(this.tip);
+    this.plot.over.append(this.labels, this.tip);
     this.zoom();
   }
 
@@ -142,6 +143,7 @@ export class Chart {
       },
       hooks: {
         drawClear: [(plot) => drawBehind(plot, this, color)],
+        draw: [(plot) => drawMarkLabels(plot, this)],
         setCursor: [(plot) => this.point(plot, lines)],
         setSelect: [(plot) => this.select(plot)],
       },
@@ -228,7 +230,7 @@ export class Chart {
 
   /** Updates the legend, the newest value, and the description for screen readers. */
   describe() {
-    const ends = this.series.map((one) => ({ ...one, last: lastOf(one.ys), first: one.ys.find((y) => y !== null) }));
+    const ends = this.series.map((one) => ({ ...one, last: one.newest ?? lastOf(one.ys), first: one.ys.find((y) => y !== null) }));
     const broken = ends.reduce((sum, one) => sum + (one.nonfinite ?? 0), 0);
     fill(
       this.now,

@@ -114,6 +114,7 @@ export function marksOf(report, axis) {
     .filter(({ kind, tone }) => kind === "resume" || (["bad", "warn"].includes(tone) && !PERIODS.includes(kind)))
     .map((entry) => ({
       tone: entry.tone,
+      label: entry.label,
       at: axis === "seconds" ? entry.seconds : placeOfStep(report, entry.step, axis),
     }))
     .filter((mark) => mark.at !== null);

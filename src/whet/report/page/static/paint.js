@@ -39,6 +39,31 @@ export function drawBehind(plot, { bands, marks }, color) {
   ctx.restore();
 }
 
+const MOST_ROWS = 3;
+const LABEL_GAP = 4;
+
+/** Writes the label of each event next to its line, in up to three rows. A label without room is left out. */
+export function drawMarkLabels(plot, { labels, marks }) {
+  const width = plot.over.clientWidth;
+  const inView = marks
+    .map(({ label, tone, at }) => ({ label, tone, x: plot.valToPos(at, "x") }))
+    .filter(({ label, x }) => label && x >= 0 && x <= width);
+  const seen = inView.map(({ label, tone }) => el("span", { class: `mark-label ${tone}` }, label));
+  labels.replaceChildren(...seen);
+  const taken = Array.from({ length: MOST_ROWS }, () => []);
+  const places = inView.map(({ x }, place) => {
+    const long = seen[place].offsetWidth;
+    const left = x + LABEL_GAP + long <= width ? x + LABEL_GAP : x - LABEL_GAP - long;
+    const row = taken.findIndex((ends) => ends.every(([from, to]) => left + long < from || left > to));
+    if (row >= 0) taken[row].push([left, left + long]);
+    return { left, row };
+  });
+  places.forEach(({ left, row }, place) => {
+    if (row < 0) seen[place].remove();
+    else Object.assign(seen[place].style, { left: `${left}px`, top: `${row * 15}px` });
+  });
+}
+
 /** Creates the colored dot next to the name of a curve. */
 export function dot(color, isDashed = false) {
   return el("i", { class: isDashed ? "dot dashed" : "dot", style: { "--dot": `var(--${color})` } });

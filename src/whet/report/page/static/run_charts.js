@@ -128,6 +128,8 @@ export class RunCharts {
       dashed: isLimit,
       steady: kind.steady || kind.isMedian,
     });
+    // The newest step, as in the figures at the top. The last point of the curve is a mean over several steps.
+    if (kind.id === "loss" && track.source === "step") made.newest = report.losses[line.name] ?? report.loss;
     return kind.isMedian ? { ...made, raw: made.ys, ys: rollingMedian(made.ys) } : made;
   }
 

@@ -97,7 +97,7 @@ export function tilesOf(report) {
   tiles.push({
     name: "steps",
     figure: formatCount(report.step),
-    remark: [of, report.samples ? `${formatCount(report.samples)} samples` : ""].filter(Boolean).join(", "),
+    remark: [of, report.samples ? `${formatCount(report.samples)} samples` : ""].filter(Boolean).join(" \u00b7 "),
   });
   const speed = report.planned_vs_actual.find((one) => one.name === "speed")?.actual;
   if (speed)
@@ -109,12 +109,17 @@ export function tilesOf(report) {
     tiles.push({
       name: "training time",
       figure: formatSeconds(report.training_seconds),
-      remark: inModel ? `${formatPercent(inModel)} of it in the model` : "",
+      remark: timeRemark(report.seconds_left, inModel),
     });
   }
   const memory = peakMemory(report);
   if (memory) tiles.push(memory);
   return tiles;
+}
+
+function timeRemark(left, inModel) {
+  const share = inModel ? `${formatPercent(inModel)} in the model` : "";
+  return [left ? `${formatSeconds(left)} left` : "", share].filter(Boolean).join(" \u00b7 ");
 }
 
 function peakMemory(report) {
