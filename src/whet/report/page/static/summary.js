@@ -97,7 +97,7 @@ export function tilesOf(report) {
   tiles.push({
     name: "steps",
     figure: formatCount(report.step),
-    remark: [of, report.samples ? `${formatCount(report.samples)} samples` : ""].filter(Boolean).join(" \u00b7 "),
+    remark: [of, report.samples ? `${formatCount(report.samples)} samples` : ""].filter(Boolean).join("\n"),
   });
   const speed = report.planned_vs_actual.find((one) => one.name === "speed")?.actual;
   if (speed)
@@ -119,7 +119,7 @@ export function tilesOf(report) {
 
 function timeRemark(left, inModel) {
   const share = inModel ? `${formatPercent(inModel)} in the model` : "";
-  return [left ? `${formatSeconds(left)} left` : "", share].filter(Boolean).join(" \u00b7 ");
+  return [left ? `${formatSeconds(left)} left` : "", share].filter(Boolean).join("\n");
 }
 
 function peakMemory(report) {
