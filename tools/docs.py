@@ -1,4 +1,4 @@
-"""Generate docs/rules/, api.md, cli.md, keys.md, hazards.md, macs.md, indexes, maps and keywords; --check only compares.
+"""Generate pages of docs/ (README, rules, api, cli, keys, hazards, macs, indexes) and keywords; --check only compares.
 
 Run it with `make docs`.
 """
