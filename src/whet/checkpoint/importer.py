@@ -24,6 +24,7 @@ from whet.checkpoint import encoding
 from whet.checkpoint.encoding import decode_tensors, dtype_name, encode_tensors
 from whet.checkpoint.manifest import FileDigest, Size, read_verified
 from whet.checkpoint.snapshot import describe_names
+from whet.machine.facts import parse_release
 from whet.run import durable, strict_json
 
 IMPORT_FORMAT_VERSION = 1
@@ -221,8 +222,8 @@ def _open_regular(path: Path) -> BufferedReader:
 
 def _check_torch_version() -> None:
     version = importlib.metadata.version("torch")
-    major, minor = (int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
-    if (major, minor) < MIN_TORCH:
+    release = parse_release(version)
+    if release is None or release < MIN_TORCH:
         raise WhetError(
             "this version of torch does not load such files safely",
             got=f"torch {version}; at least {'.'.join(map(str, MIN_TORCH))} is needed",

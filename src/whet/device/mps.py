@@ -21,7 +21,7 @@ from whet.device.errors import GpuFailedError, check_dtype, explain_mps_errors, 
 from whet.device.operators import operator_status, torch_operators
 from whet.device.stderr_watch import GPU_MEMORY_TEXTS, METAL_FAILURES, WATCHDOG_TEXTS, StderrWatch
 from whet.machine.apple import oldest_macos
-from whet.machine.facts import TorchFacts
+from whet.machine.facts import Release, TorchFacts, parse_release
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -316,10 +316,11 @@ def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def torch_release() -> tuple[int, int]:
+def torch_release() -> Release:
     """Return the version of the installed torch as (major, minor)."""
-    major, minor = str(torch.__version__).split(".")[:2]
-    return int(major), int(minor)
+    release = parse_release(str(torch.__version__))
+    assert release is not None
+    return release
 
 
 def mps_unavailable_reason() -> str | None:

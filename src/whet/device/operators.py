@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from whet.base.errors import UsageError, WhetError
+from whet.machine.facts import Release
 
 MAX_BUFFER_SHARE = 0.75
 """Assumed maximum size of a Metal buffer (maxBufferLength), as a share of the recommended memory.
@@ -29,7 +30,6 @@ MAX_ELEMENTS = 2**32
 MAX_CONV_CHANNELS = 65_536
 """Maximum number of output channels of a convolution."""
 
-Release = tuple[int, int]
 
 StatusKind = Literal["kernel", "parts", "on the CPU", "missing", "unknown"]
 

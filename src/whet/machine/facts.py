@@ -3,6 +3,7 @@
 `Machine` holds constant facts. `SystemState` holds values that change, such as free memory, power source and heat.
 """
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt
@@ -14,6 +15,18 @@ DeviceKind = Literal["mps", "cuda"]
 Origin = Literal["probed", "captured", "composed"]
 ThermalLevel = Literal["nominal", "moderate", "heavy", "trapping", "sleeping"]
 PressureLevel = Literal["normal", "warn", "critical"]
+Release = tuple[int, int]
+"""Major and minor number of a version."""
+
+
+def parse_release(version: str | None) -> Release | None:
+    """Return the major and minor number of a version, or None if it is unknown.
+
+    >>> [parse_release(version) for version in ("2.13.0+cpu", "2.15.0a0+git1", "26", "nightly", None)]
+    [(2, 13), (2, 15), (26, 0), None, None]
+    """
+    match = re.match(r"(\d+)(?:\.(\d+))?", version or "")
+    return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 class OperatingSystem(FrozenModel):
@@ -67,10 +80,8 @@ class TorchFacts(FrozenModel):
         >>> [TorchFacts(version=version).is_before(2, 13) for version in ("2.13.0+cpu", "2.9.1", None)]
         [False, True, None]
         """
-        parts = (self.version or "").split(".")
-        if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
-            return None
-        return (int(parts[0]), int(parts[1])) < (major, minor)
+        release = parse_release(self.version)
+        return None if release is None else release < (major, minor)
 
 
 class MissingDevice(FrozenModel):

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-Release = tuple[int, int]
+from whet.machine.facts import Release
 
 ANY_WORKLOAD = frozenset[str]()
 

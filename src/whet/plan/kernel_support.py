@@ -5,6 +5,7 @@ A workload lists its layers by the names below. Rules K3, K4, K7, K8 and M6 use 
 
 from whet.machine.facts import Machine
 from whet.plan.setting import Scalar
+from whet.plan.values import HALF_PRECISIONS
 from whet.plan.workload import Workload
 
 # Attention over at most MAX_SHORT_LENGTH positions with rotary embeddings.
@@ -34,7 +35,6 @@ KERNEL_CAPABILITY = "9"
 # torch's varlen attention needs flash attention (capability 8.0) and torch 2.10.
 _FLASH_CAPABILITY = 8.0
 _VARLEN_TORCH = 2, 10
-_HALF_PRECISIONS = ("bf16", "fp16")
 
 
 def supports_short_attention(num_positions: int, head_size: int) -> bool:
@@ -57,7 +57,7 @@ def supports_span_attention(head_size: int) -> bool:
 
 def supports_unpadded_attention(machine: Machine, workload: Workload, *, device: str, precision: Scalar) -> bool:
     """Return whether torch's varlen kernel supports attention over packed samples: in half precision on CUDA only."""
-    if not (workload.can_pack and workload.lengths_vary) or device != "cuda" or precision not in _HALF_PRECISIONS:
+    if not (workload.can_pack and workload.lengths_vary) or device != "cuda" or precision not in HALF_PRECISIONS:
         return False
     accelerator = machine.accelerator(device)
     try:
@@ -87,7 +87,7 @@ def has_norm_kernels(machine: Machine, *, device: str, precision: Scalar) -> boo
     accelerator = machine.accelerator(device)
     capability = (accelerator.capability if accelerator else None) or ""
     is_known = device == "cuda" and capability.partition(".")[0] == KERNEL_CAPABILITY
-    return is_known and precision in _HALF_PRECISIONS
+    return is_known and precision in HALF_PRECISIONS
 
 
 def norm_kernel_reason(layers: tuple[str, ...], *, layout: object) -> str | None:

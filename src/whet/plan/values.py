@@ -30,6 +30,8 @@ Sharding = Literal["off", "full", "unused"]
 StartMethod = Literal["fork", "spawn"]
 Verify = Literal["on", "off", "always"]
 
+HALF_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16")
+
 T = TypeVar("T")
 
 

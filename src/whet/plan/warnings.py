@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from whet.base.units import GB, format_bytes
-from whet.machine.facts import Machine
-from whet.plan.hazard_table import HAZARDS, Hazard, Release
+from whet.machine.facts import Machine, parse_release
+from whet.plan.hazard_table import HAZARDS, Hazard
 from whet.plan.memory import predict_memory
 from whet.plan.rule import RuleContext
-from whet.plan.values import SettingValues
+from whet.plan.values import HALF_PRECISIONS, SettingValues
 
 # Maximum rows that a matrix product can sum over without wrong results on M1 and M2 (pytorch/pytorch#177116).
 ROW_LIMIT = 32_768
@@ -19,7 +19,6 @@ _HAZARDS_PAGE = "docs/hazards.md"
 _MAX_HAZARD_LINES = 2
 # On MPS, a linear layer with bias corrupts rows if a batch dimension is larger than this (pytorch/pytorch#189495).
 _HUGE_BATCH = 65_536
-_HALF_PRECISIONS = ("bf16", "fp16")
 
 
 def plan_warnings(context: RuleContext) -> Iterator[str]:
@@ -122,7 +121,7 @@ def _applies(hazard: Hazard, machine: Machine) -> bool:
     family = gpu.capability if gpu else None
     if hazard.families and family is not None and family not in hazard.families:
         return False
-    macos = _parse_release(machine.os.version)
+    macos = parse_release(machine.os.version)
     if macos is None:
         return True
     # Both bounds are optional: some bugs appeared with a macOS release, some were fixed by one.
@@ -135,16 +134,9 @@ def _traits(context: RuleContext) -> frozenset[str]:
     workload, precision, micro = context.workload, context.precision, context.micro_batch
     has = {
         "dropout": workload.has_dropout,
-        "half": precision in _HALF_PRECISIONS,
+        "half": precision in HALF_PRECISIONS,
         "fp16": precision == "fp16",
         "rows": micro * workload.max_length > ROW_LIMIT,
         "huge batch": max(micro, workload.max_length) > _HUGE_BATCH,
     }
     return frozenset({*workload.layers, *(name for name, is_present in has.items() if is_present)})
-
-
-def _parse_release(version: str | None) -> Release | None:
-    parts = (version or "").split(".")
-    if not parts[0].isdecimal():
-        return None
-    return int(parts[0]), int(parts[1]) if len(parts) > 1 and parts[1].isdecimal() else 0

@@ -18,6 +18,7 @@ from whet.distributed.ranks import RankInfo, check_not_mps
 from whet.plan.kernel_support import GROUP_NORM_ACTIVATION, SPAN_ATTENTION, attention_kernel_reason, norm_kernel_reason
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
+from whet.plan.values import HALF_PRECISIONS
 from whet.step.ema import named_tensors
 from whet.step.optimizers import OptimizerChoice
 from whet.training.optimizer_set import OptimizerSet
@@ -25,7 +26,6 @@ from whet.training.resume import ALLOWED_KEYS
 from whet.training.torch_schedule import encode_scheduler
 from whet.training.training_config import TrainingConfig
 
-_HALF_PRECISIONS = ("bf16", "fp16")
 _RESERVED_METRICS = {"kind", "time", "step", "weights"}
 """Names of fields of an evaluation event, which no metric may have."""
 _ONE_STEP_HINT = "for batch in session: session.step(loss, batch)"
@@ -251,7 +251,7 @@ def check_whet_attention(plan: Plan) -> None:
     """Raise UsageError if attention=whet is requested but whet's attention kernels would not be used."""
     workload, lengths, precision = plan.workload, plan.lengths, plan.precision
     if attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths) is not None:
-        if precision not in _HALF_PRECISIONS:
+        if precision not in HALF_PRECISIONS:
             raise UsageError(
                 "whet's attention kernels need half precision",
                 got=f"attention=whet precision={precision}",
@@ -280,7 +280,7 @@ def check_whet_norms(plan: Plan) -> None:
             got=f"norms=whet layout={layout}",
             try_="layout=channels_last, or norms=torch",
         )
-    if precision not in _HALF_PRECISIONS:
+    if precision not in HALF_PRECISIONS:
         raise UsageError(
             "whet's norm kernels need half precision",
             got=f"norms=whet precision={precision}",

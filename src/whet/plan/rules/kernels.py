@@ -12,10 +12,10 @@ from whet.plan.kernel_support import (
     supports_unpadded_attention,
 )
 from whet.plan.rule import Decision, RuleContext, rule
+from whet.plan.values import HALF_PRECISIONS
 
 # A shorter run does not repay the capture, because each of about a dozen shapes first runs once eagerly.
 _MIN_STEPS_TO_CAPTURE = 50
-_HALF_PRECISIONS = ("bf16", "fp16")
 # Lowest major CUDA compute capability with which torch prefers cuDNN's attention.
 _CUDNN_CAPABILITY = 9
 
@@ -161,7 +161,7 @@ def choose_layout(context: RuleContext) -> Decision:
     if has_kernels and GROUP_NORM_ACTIVATION in context.workload.layers:
         reason = "faster for convolutions in half precision, and whet's own group norms copy nothing"
         return Decision(value="channels_last", reason=reason, evidence={"device": device, "precision": precision})
-    if device == "cuda" and precision in _HALF_PRECISIONS and _has_only_plain_convolutions(context.workload.layers):
+    if device == "cuda" and precision in HALF_PRECISIONS and _has_only_plain_convolutions(context.workload.layers):
         reason = "tensor cores compute convolutions in half precision in this layout"
         return Decision(value="channels_last", reason=reason, evidence={"device": device, "precision": precision})
     if device == "mps":
@@ -267,9 +267,9 @@ def choose_attention(context: RuleContext) -> Decision:
     # These two values do not bound the number of shapes; "bucketed" and "packed_bucketed" do.
     has_many_shapes = workload.lengths_vary and lengths in ("sorted", "packed")
     own = attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths)
-    if device == "cuda" and precision in _HALF_PRECISIONS and own and generation == KERNEL_CAPABILITY:
+    if device == "cuda" and precision in HALF_PRECISIONS and own and generation == KERNEL_CAPABILITY:
         return Decision(value="whet", reason=own, evidence=evidence)
-    if prefers_cudnn and precision in _HALF_PRECISIONS and has_many_shapes:
+    if prefers_cudnn and precision in HALF_PRECISIONS and has_many_shapes:
         return Decision(value="flash", reason="cuDNN's kernel costs 0.1 s for every new length", evidence=evidence)
     return Decision(value="torch", reason="torch chooses among its kernels", evidence=evidence)
 
