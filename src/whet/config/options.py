@@ -145,6 +145,16 @@ class TrainingOptions(OptionsModel):
         None, description="stop after this many epochs; the same command resumes"
     )
 
+    def total_steps(self, num_batches: int | None) -> int | None:
+        """Return the number of optimizer steps of the whole run, or None if it is unknown and no limit is set.
+
+        `num_batches` is the number of global batches per epoch, or None if the data has no length.
+        """
+        if num_batches is None:
+            return self.max_steps
+        steps = self.epochs * num_batches
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
 
 class SessionOptions(TrainingOptions):
     """The training keywords of `whet.Session` and `whet.train`."""
@@ -172,16 +182,6 @@ class SessionOptions(TrainingOptions):
         description="whether the loss of a batch is the mean over its samples, so that it may be computed in parts; "
         "auto: tested before the first step; False: the loss needs the whole batch",
     )
-
-    def total_steps(self, num_batches: int | None) -> int | None:
-        """Return the number of optimizer steps of the whole run, or None if it is unknown and no limit is set.
-
-        `num_batches` is the number of global batches per epoch, or None if the data has no length.
-        """
-        if num_batches is None:
-            return self.max_steps
-        steps = self.epochs * num_batches
-        return steps if self.max_steps is None else min(steps, self.max_steps)
 
 
 class CommonConfig(TrainingOptions):
@@ -273,10 +273,7 @@ class CommonConfig(TrainingOptions):
 
     def count_steps(self, num_samples: int | None) -> int | None:
         """Return the number of optimizer steps, or None if the number of samples is unknown and no limit is set."""
-        if num_samples is None:
-            return self.max_steps
-        steps = self.epochs * -(-num_samples // self.global_batch_size)
-        return min(steps, self.max_steps or steps)
+        return self.total_steps(None if num_samples is None else -(-num_samples // self.global_batch_size))
 
     @classmethod
     def plan_keys(cls) -> tuple[str, ...]:
