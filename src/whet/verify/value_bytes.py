@@ -35,6 +35,13 @@ GENERATORS = (
 )  # fmt: skip
 
 
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Return whether all bits of two tensors are the same. A NaN equals itself, and 0.0 differs from -0.0."""
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)))
+
+
 def scalar_bytes(value: Any) -> bytes:
     if isinstance(value, bytes | bytearray):
         return bytes(value)

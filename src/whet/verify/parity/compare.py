@@ -19,6 +19,7 @@ from whet.verify.parity.reproducer import check_overwrite
 from whet.verify.parity.training import ParityRow, ReplicaFactory, TrainingParity, Verdict, compare_training
 from whet.verify.tolerance import RelativeError, relative_errors
 from whet.verify.trainable import TrainableSpec
+from whet.verify.value_bytes import same_bits
 
 # --- determinism ------------------------------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ def run_twice(replicas: ReplicaFactory, device: AbstractDevice) -> DeterminismRe
     """Run DETERMINISM_STEPS steps twice, and compare every bit."""
     first_run, second_run = _record_steps(replicas, device), _record_steps(replicas, device)
     for number, (first, second) in enumerate(zip(first_run, second_run, strict=True), start=1):
-        different = [name for name in first if not _same_bits(first[name], second[name])]
+        different = [name for name in first if not same_bits(first[name], second[name])]
         if different:
             error = _difference(first, second)
             return DeterminismResult(
@@ -91,13 +92,6 @@ def _record_steps(replicas: ReplicaFactory, device: AbstractDevice) -> list[dict
             tensors |= {f"{_WEIGHT}{name}": p for name, p in named}
             steps.append({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()})
         return steps
-
-
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    """Return whether all bits of two tensors are the same. A NaN equals itself."""
-    return first.shape == second.shape and torch.equal(
-        first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
-    )
 
 
 # --- the whole comparison ---------------------------------------------------------------------------------------------

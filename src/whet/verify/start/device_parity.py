@@ -14,6 +14,7 @@ from whet.step.loss import MicroLoss, clamp_weight, parse_loss
 from whet.verify.draws import RecordedDraws
 from whet.verify.isolation import cast_floating, disable_dropout, temporary_copy
 from whet.verify.tolerance import error_bound, relative_error, relative_errors
+from whet.verify.value_bytes import same_bits
 
 MAX_SAMPLES = 8
 # Maximum number of FLOPs on the CPU, which take a second or two if it is slow. Large models use fewer samples.
@@ -179,16 +180,11 @@ def repeat_difference(first: LossAndGradients, second: LossAndGradients) -> str 
     """
     before = {**first.gradients, "the loss": first.loss}
     after = {**second.gradients, "the loss": second.loss}
-    different = [n for n in before if n not in after or not torch.equal(_bits(before[n]), _bits(after[n]))]
+    different = [n for n in before if n not in after or not same_bits(before[n], after[n])]
     if not different:
         return None
     worst = max(relative_errors(after, before).values())
     return f"different bits when repeated, in {len(different)} of {len(before)} tensors, by {worst:.0e}"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor. When compared as bytes, a NaN equals itself."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _on_cpu(
