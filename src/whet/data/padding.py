@@ -11,6 +11,7 @@ from whet.data.batch import DictBatch
 from whet.data.columns import stack_nested
 
 IGNORED_LABEL = -100
+"""Label of positions that do not contribute to the loss, as in torch's cross entropy."""
 _PAD_VALUES = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "labels": IGNORED_LABEL}
 
 

@@ -18,13 +18,13 @@ from whet.step.optimizers import OptimizerChoice
 from whet.training import intercept
 from whet.training.keywords import SessionKeywords
 from whet.training.measurement import (
-    AnyOptimizer,
     check_rereadable,
     local_bench,
     progress_callback,
     report_lines,
     stopped_by_ctrl_c,
 )
+from whet.training.optimizer_set import AnyOptimizer
 from whet.training.run_config import make_run_config, plan_from_rules
 from whet.training.schedule import set_learning_rate
 from whet.training.step_bench import LocalStepBench

@@ -4,18 +4,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch.optim import Optimizer
-
 from whet.autotune.step_bench import ProgressCallback
 from whet.base.errors import UsageError
 from whet.plan.plan import Plan
 from whet.step.loss import LossFunction
-from whet.step.optimizers import OptimizerChoice
 from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.run_config import RunConfig, is_rereadable
 from whet.training.step_bench import LocalStepBench
-
-AnyOptimizer = Optimizer | OptimizerChoice
 
 
 class MeasurementStoppedError(KeyboardInterrupt):

@@ -29,13 +29,13 @@ from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.callbacks.progress import ProgressLine
 from whet.training.keywords import SessionKeywords
 from whet.training.measurement import (
-    AnyOptimizer,
     check_rereadable,
     local_bench,
     progress_callback,
     report_lines,
     stopped_by_ctrl_c,
 )
+from whet.training.optimizer_set import AnyOptimizer
 from whet.training.resume import run_exists
 from whet.training.run_config import RunConfig, is_rereadable, make_run_config, plan_from_rules
 from whet.training.run_context import RunContext

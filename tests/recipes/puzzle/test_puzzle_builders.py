@@ -10,10 +10,11 @@ import torch
 import whet
 from whet.base.errors import UsageError
 from whet.config.resolve import resolve_config
+from whet.data.padding import IGNORED_LABEL
 from whet.recipes.puzzle.builders import BuildOptions, arc_grid, build_folder, inverse_augmentation
 from whet.recipes.puzzle.config import PuzzleConfig
 from whet.recipes.puzzle.data import read_data
-from whet.recipes.puzzle.model import IGNORED_LABEL, official_name
+from whet.recipes.puzzle.model import official_name
 from whet.recipes.puzzle.official import import_official
 from whet.recipes.puzzle.recipe import make_model
 from whet.run.folder import open_run

@@ -14,13 +14,14 @@ from whet.config.resolve import resolve_config
 from whet.data.adapters import open_source
 from whet.data.batch import MicroBatch, Position
 from whet.data.columns import as_columns
+from whet.data.padding import IGNORED_LABEL
 from whet.data.split import BatchSplitter
 from whet.device.cpu import CpuDevice
 from whet.device.fake import FakeDevice
 from whet.device.open import current_machine
 from whet.device.tracing import trace_as
 from whet.plan.plan import make_plan
-from whet.recipes.puzzle.model import IGNORED_LABEL, PuzzleModel, puzzle_loss, puzzle_losses, stablemax_loss
+from whet.recipes.puzzle.model import PuzzleModel, puzzle_loss, puzzle_losses, stablemax_loss
 from whet.recipes.puzzle.recipe import PuzzleRecipe
 from whet.recipes.puzzle.slots import Slots
 from whet.recipes.runner import prepare_recipe, train_recipe

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from whet.data.batch import DictBatch
+from whet.data.padding import IGNORED_LABEL
 from whet.device.kernels.attention import Spans, has_span_kernel
 from whet.recipes.chat.architecture import ChatArch
 from whet.recipes.layers import (
@@ -78,10 +79,6 @@ def _additive_mask(is_visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device).masked_fill(~is_visible, -torch.inf)
 
 
-IGNORED = -100
-"""Target of positions that do not contribute to the loss."""
-
-
 class CausalModel(nn.Module):
     """Base class of language models. Outputs depend only on the current and earlier positions of a document."""
 
@@ -133,10 +130,10 @@ class CausalModel(nn.Module):
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the cross entropies of all targets that are not IGNORED, in nats."""
+    """Return the sum of the cross entropies of all targets that are not IGNORED_LABEL, in nats."""
     # Compute in float32, because the sum over the vocabulary loses accuracy in half precision.
     return functional.cross_entropy(
-        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
 
 
@@ -144,7 +141,7 @@ def next_token_loss(model: CausalModel, micro: DictBatch) -> tuple[Tensor, Tenso
     """Return the summed cross entropy, averaged over the supervised passes, and the number of loss tokens."""
     targets = next_tokens(micro)
     nats = model(*model_inputs(micro), targets)
-    return torch.stack(nats).mean(0), (targets != IGNORED).sum()
+    return torch.stack(nats).mean(0), (targets != IGNORED_LABEL).sum()
 
 
 def model_inputs(micro: DictBatch) -> tuple[Tensor, Tensor]:
@@ -153,8 +150,8 @@ def model_inputs(micro: DictBatch) -> tuple[Tensor, Tensor]:
 
 
 def next_tokens(micro: DictBatch) -> Tensor:
-    """Return the next token at each position, or IGNORED if the loss does not include it."""
-    return micro.tokens[:, 1:].long().masked_fill(~micro.is_loss[:, 1:], IGNORED)
+    """Return the next token at each position, or IGNORED_LABEL if the loss does not include it."""
+    return micro.tokens[:, 1:].long().masked_fill(~micro.is_loss[:, 1:], IGNORED_LABEL)
 
 
 class GPT(CausalModel):

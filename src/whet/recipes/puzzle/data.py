@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from whet.base.errors import UsageError, WhetError
+from whet.data.padding import IGNORED_LABEL
 from whet.recipes.puzzle.arc import ArcTasks
 from whet.recipes.puzzle.config import NUM_HELD_OUT, TRAIN_GRIDS_4X4, PuzzleConfig, Sizes
-from whet.recipes.puzzle.model import IGNORED_LABEL
 from whet.recipes.puzzle.sudoku import (
     all_grids_4x4,
     random_grids_9x9,

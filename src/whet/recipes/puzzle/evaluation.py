@@ -8,10 +8,11 @@ from torch import Tensor
 
 from whet.base.errors import UsageError
 from whet.data.batch import DictBatch
+from whet.data.padding import IGNORED_LABEL
 from whet.recipes.puzzle.arc import ArcTasks, ArcVotes
 from whet.recipes.puzzle.config import Sizes
 from whet.recipes.puzzle.data import parse_sudoku
-from whet.recipes.puzzle.model import IGNORED_LABEL, PuzzleModel, puzzle_losses, slot_input
+from whet.recipes.puzzle.model import PuzzleModel, puzzle_losses, slot_input
 from whet.recipes.puzzle.slots import SlotInput
 
 

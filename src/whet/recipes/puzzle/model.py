@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from whet.base.errors import WhetError
 from whet.data.batch import DictBatch
+from whet.data.padding import IGNORED_LABEL
 from whet.device.tracing import widest_float
 from whet.recipes.layers import (
     AttentionArgs,
@@ -27,8 +28,6 @@ from whet.recipes.layers import (
 from whet.recipes.puzzle.config import PuzzleArch, Sizes
 from whet.recipes.puzzle.slots import SlotBatch, SlotInput, Slots
 
-IGNORED_LABEL = -100
-"""Label of tokens that the loss ignores."""
 _HALT_BIAS = -5.0
 """Initial bias of the halting head, so that an untrained model does not halt."""
 # Weight of the halting loss, as in the official implementation.
