@@ -25,6 +25,7 @@ export class Chart {
     this.shape = "";
     this.box = el("div", { class: "plot", role: "img" });
     this.now = el("div", { class: "now" });
+    this.caption = el("p", { class: "caption" }, caption);
     this.legend = el("div", { class: "legend" });
     this.tip = el("div", { class: "tip", "aria-hidden": "true" });
     this.labels = el("div", { class: "mark-labels", "aria-hidden": "true" });
@@ -35,7 +36,7 @@ export class Chart {
         "figcaption",
         {},
         el("div", { class: "chart-head" }, el("h3", {}, title), this.now),
-        el("p", { class: "caption" }, caption),
+        this.caption,
       ),
       this.legend,
       this.box,

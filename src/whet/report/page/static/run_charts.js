@@ -1,5 +1,5 @@
 // The charts of one run.
-import { el } from "./dom.js";
+import { el, fill } from "./dom.js";
 import { Chart } from "./chart.js";
 import { seriesColor } from "./paint.js";
 import { bandsOf, lineOf, marksOf, rollingMedian, seriesOf, trackOf } from "./curves.js";
@@ -114,6 +114,8 @@ export class RunCharts {
         else this.element.prepend(chart.element);
       }
       const series = lines.map(({ track, line, place }) => this.series(report, kind, track, line, place));
+      // The validation loss begins later than the training loss.
+      fill(chart.caption, kind.caption);
       chart.extent = extentOf(report, axis);
       chart.show(series, { bands, marks: kind.wide ? marks : [] });
       before = chart.element;
