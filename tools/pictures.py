@@ -1,6 +1,7 @@
 """Take the screenshots of the docs by running the browser tests with full trainings.
 
-`python tools/pictures.py` writes docs/pictures/*.png. It takes several minutes; use an idle machine.
+`python tools/pictures.py` writes all of docs/pictures/*.png. A measurement and two trainings of the default length,
+of which the first is killed and resumes, take several minutes; use an idle machine.
 """
 
 import shutil
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
 NAMES = {
     "live": "live-run",
+    "live-dark": "live-run-dark",
     "evidence": "evidence",
     "compare": "comparison",
     "night-run": "at-night",

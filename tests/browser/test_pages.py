@@ -32,8 +32,11 @@ pytestmark = [pytest.mark.torch, pytest.mark.browser]
 IS_FOR_SHOW = "WHET_FOR_SHOW" in os.environ
 """With this variable: full trainings after a real measurement, for screenshots in the docs. Else a short one."""
 SMALL = ("arch.hidden_size=32", "arch.layers=1", "max_steps=120", "eval_every=40")
-WORDS = ("epochs=4", "threads=1") if IS_FOR_SHOW else (*SMALL, "threads=1")
+WORDS = ("checkpoint_steps=300", "threads=1") if IS_FOR_SHOW else (*SMALL, "threads=1")
+KILLED_AT, SHOWN_AT, NUM_STEPS = 700, 850, "1,650" if IS_FOR_SHOW else "120"
+"""For screenshots the training is killed once and resumes from step 600, before the page is shown."""
 OTHER_RATE = "lr=0.0005"
+TERMINAL_COLUMNS = 120
 
 
 ENDS_WITH_THE_WORK = """() => {
@@ -59,8 +62,23 @@ REACH = """(canvas) => {
 
 HAS_MOVED = """(held) => {
   const tile = [...document.querySelectorAll(".tile")].find((one) => one.textContent.startsWith("steps"));
-  return Number(tile.querySelector("strong").textContent) > 1.3 * held;
+  return Number(tile.querySelector("strong").textContent.replaceAll(",", "")) > 1.3 * held;
 }"""
+
+
+FIT_BRAILLE = """() => {
+  const walker = document.createTreeWalker(document.querySelector("pre"), NodeFilter.SHOW_TEXT);
+  const texts = [];
+  while (walker.nextNode()) texts.push(walker.currentNode);
+  for (const text of texts.filter((one) => /[\\u2800-\\u28ff]/.test(one.data)))
+    text.replaceWith(...[...text.data].map((sign) => {
+      if (!/[\\u2800-\\u28ff]/.test(sign)) return sign;
+      const cell = Object.assign(document.createElement("span"), { textContent: sign });
+      cell.style.cssText = "display:inline-block;width:1ch;transform:scaleX(0.82);transform-origin:left";
+      return cell;
+    }));
+}"""
+"""No monospaced font of the system may have braille. That of another font is wider than a cell."""
 
 
 @dataclass
@@ -154,27 +172,36 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     expect(tables).to_have_count(2)
     assert [table.evaluate(BROKEN_WORDS) for table in tables.all()] == [[], []]
     training.go_on()
-    page.wait_for_function(HAS_MOVED, arg=300 if IS_FOR_SHOW else held_at, polling=200)
+    if IS_FOR_SHOW:
+        training.kill_once(at=KILLED_AT)
+    page.wait_for_function(HAS_MOVED, arg=SHOWN_AT / 1.3 if IS_FOR_SHOW else held_at, polling=200, timeout=600_000)
     assert plot.evaluate(REACH) > 0.9
     page.evaluate("() => scrollTo(0, 0)")
     visit.picture("live")
+    page.emulate_media(color_scheme="dark")
+    visit.picture("live-dark")
+    page.emulate_media(color_scheme="light")
     draw_terminal(stage)
     # The run ends, and the page shows it without a reload.
     training.wait()
     expect(page.locator(".hero .pill")).to_have_text("done")
-    expect(page.locator(".tile", has_text="steps").locator("strong")).to_have_text("660" if IS_FOR_SHOW else "120")
+    expect(page.locator(".tile", has_text="steps").locator("strong")).to_have_text(NUM_STEPS)
     expect(page.locator(".tile", has_text="test accuracy")).to_be_visible()
+    expect(page.locator("#chart-loss .caption")).to_have_text("On training and on validation samples. Lower is better.")
     # The goal metric is next to the loss, although its first value came after other curves.
     expect(page.locator(".chart h3").nth(1)).to_have_text("accuracy, macro f1, micro f1")
 
 
 def draw_terminal(stage: Stage) -> None:
     """Take a screenshot of `whet watch --terminal` for the same runs."""
-    console = Console(record=True, file=io.StringIO(), width=110, color_system="truecolor", force_terminal=True)
+    console = Console(
+        record=True, file=io.StringIO(), width=TERMINAL_COLUMNS, color_system="truecolor", force_terminal=True
+    )
     board = BoardReader(stage.runs).read(rows=board_rows(34)).model_copy(update={"folder": Path("runs")})
-    console.print(*render_board(board, TerminalArea(width=110, height=34)), sep="\n")
-    visit = Visit(stage.browser, stage.pictures, home="data:", size=(1120, 700), scheme="dark")
+    console.print(*render_board(board, TerminalArea(width=TERMINAL_COLUMNS, height=34)), sep="\n")
+    visit = Visit(stage.browser, stage.pictures, home="data:", size=(1220, 700), scheme="dark")
     visit.page.set_content(console.export_html(inline_styles=True, theme=MONOKAI))
+    visit.page.evaluate(FIT_BRAILLE)
     visit.picture("terminal", of="pre")
     visit.close()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from homes import new_home
 from hostile_names import create_renamed_run
+from whet.report.run_status import read_status
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE, create_run
 
@@ -56,6 +57,13 @@ class Training:
             assert self._process.poll() is None, self._log.read_text()
             time.sleep(0.05)
         os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def kill_once(self, *, at: int) -> None:
+        """Kill the process that trains after a step. Its parent, `whet train`, starts it again."""
+        while (read_status(self.run).step if self.run.exists() else 0) < at:
+            assert self._process.poll() is None, self._log.read_text()
+            time.sleep(0.2)
+        os.kill(json.loads((self.run / "lock").read_text())["pid"], signal.SIGKILL)
 
     def go_on(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
