@@ -11,7 +11,7 @@ from whet.base import env
 from whet.device import contention
 from whet.device.contention import MAX_WAKE_SECONDS, READ_EVERY_SECONDS, ContentionWatch, watch_contention
 from whet.machine.load import ThreadTimes
-from whet.training.callbacks.contention import CoreContention
+from whet.training.callbacks.basic import CoreContention
 
 pytestmark = pytest.mark.torch
 

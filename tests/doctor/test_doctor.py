@@ -12,12 +12,12 @@ import torch
 
 from paths import ROOT
 from whet.base.errors import UsageError, WhetError
+from whet.cli.doctor import render_report
 from whet.cli.main import run as run_cli
 from whet.device.cpu import CpuDevice
 from whet.doctor.check import CheckGroup, CheckResult, DeviceUnderTest
 from whet.doctor.checks import hazards, operators, speeds, training
 from whet.doctor.checks.compare import draw, operator
-from whet.doctor.render import render_report
 from whet.doctor.report import GROUPS, DoctorReport, choose_device, report_bytes, run_doctor
 from whet.doctor.runner import CheckRunner
 from whet.machine.facts import Accelerator, Machine, SystemState, TorchFacts

@@ -13,11 +13,11 @@ import sound_models
 from paths import ROOT, Run
 from whet.api.verify import check, load_spec
 from whet.base.errors import UsageError
+from whet.cli.check import render_sarif, render_text
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.verify.preflight.check import PreflightResult
 from whet.verify.preflight.findings import PreflightFinding
-from whet.verify.preflight.render import render_sarif, render_text
 
 pytestmark = pytest.mark.torch
 

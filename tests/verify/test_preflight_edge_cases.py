@@ -9,9 +9,9 @@ import torch
 from paths import Run
 from whet.api.verify import check
 from whet.base.errors import UsageError
+from whet.cli.check import render_sarif
 from whet.verify.preflight.check import PreflightResult
 from whet.verify.preflight.findings import PreflightFinding, SourceLocation
-from whet.verify.preflight.render import render_sarif
 
 pytestmark = pytest.mark.torch
 

@@ -11,10 +11,10 @@ from torch.nn import functional
 import flawed_models
 from whet.api.verify import check
 from whet.base.errors import UsageError
+from whet.cli.check import render_text
 from whet.device.operators import parse_release
 from whet.machine.facts import Machine
 from whet.machine.known import load_machine
-from whet.verify.preflight.render import render_text
 
 pytestmark = pytest.mark.torch
 

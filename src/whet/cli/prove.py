@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whet.base.errors import UsageError
+from whet.base.units import format_bytes, format_seconds
 from whet.cli import output
 from whet.cli.options import ConfigFile, Device, Json, RecipeFile, Settings
 
 if TYPE_CHECKING:
-    from whet.run.proof import Proof
+    from whet.run.proof import KillCounts, Proof
+
+# Names of state that a resume did not restore; more are only counted.
+_MAX_NAMES = 8
 
 
 def prove(
@@ -59,7 +63,7 @@ def prove(
     can be proved.
     """
     from whet.api.prove import training_from_args, training_from_run
-    from whet.prove.proof import ProofRequest, render_proof, scratch_directory
+    from whet.prove.proof import ProofRequest, scratch_directory
     from whet.prove.proof import prove as prove_training
     from whet.run.folder import next_run_path, shell_path
 
@@ -119,3 +123,48 @@ def _write(proof: "Proof", uninterrupted: Path, folder: Path, *, config: dict[st
     if not is_run:
         uninterrupted.rename(folder)
     return proof
+
+
+# --- Text ------------------------------------------------------------------------------------------------------------
+
+
+def render_proof(proof: "Proof") -> list[str]:
+    """Return a proof as lines of text: first the verdict, then the evidence."""
+    reason = "killed, resumed, and every bit is equal" if proof.verdict == "proved" else proof.reason or ""
+    lines = [_line(proof.verdict, f"{proof.recipe}: {reason}")]
+    if proof.difference is not None:
+        where = f"; after {proof.difference.kills}" if proof.difference.kills else ""
+        lines.append(_line("differs", proof.difference.what + where))
+        if names := proof.difference.not_restored:
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            how = 'session.register("name", object), or register={"name": object}'
+            lines.append(_line("not restored", f"{', '.join(names[:_MAX_NAMES])}{more}; {how} saves an object"))
+    training = f"{proof.steps} steps on {proof.device}"
+    lines.append(_line("training", training + "".join(f"; {change}" for change in proof.shortened)))
+    lines.append(_line("at random", _render_counts(proof.at_random)))
+    calls = f"{proof.disk_calls} calls of a resume, a save and its cleanup"
+    lines.append(_line("disk calls", f"{calls}; {_render_counts(proof.at_disk_calls)}"))
+    compared = proof.compared
+    left_out = f"; left out: {', '.join(compared.left_out)}" if compared.left_out else ""
+    lines.append(
+        _line(
+            "compared",
+            f"{compared.runs} interrupted runs with an uninterrupted one: {compared.tensors} tensors "
+            f"({format_bytes(compared.bytes)}), {compared.losses} losses, {compared.metrics} metrics and all facts"
+            f"{left_out}",
+        )
+    )
+    lines.append(_line("processes", proof.launch))
+    lines.append(_line("repeat", f"{proof.repeat} ({format_seconds(proof.seconds)})"))
+    return lines
+
+
+def _render_counts(counts: "KillCounts") -> str:
+    return (
+        f"{counts.kills} kills, {counts.inside_save} inside a save; {counts.processes} processes, "
+        f"{counts.resumed} resumed; {counts.leftovers} leftovers, {counts.torn} torn"
+    )
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<18}{text}"

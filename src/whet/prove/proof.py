@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from whet.base.units import format_bytes, format_seconds
 from whet.base.version import VERSION
 from whet.plan.plan import read_plan
 from whet.prove.kills import (
@@ -27,7 +26,7 @@ from whet.prove.kills import (
 from whet.prove.launcher import ForkLauncher, Launcher, ProcessLauncher
 from whet.run import durable
 from whet.run.folder import installed_versions, open_run
-from whet.run.proof import ComparedCounts, KillCounts, Proof, ProofDifference, Verdict, why_insufficient
+from whet.run.proof import ComparedCounts, Proof, ProofDifference, Verdict, why_insufficient
 
 # Limits of the number of steps. It is chosen so that a run takes about TARGET_SECONDS.
 MAX_STEPS, MIN_STEPS = 48, 12
@@ -37,7 +36,6 @@ TRIAL_STEPS = 8
 # The target duration of one uninterrupted run.
 TARGET_SECONDS = 4.0
 DISK_SECONDS = 60.0
-MAX_NAMES = 8
 
 
 @dataclass(kw_only=True, slots=True)
@@ -223,48 +221,3 @@ def scratch_directory(path: Path) -> Iterator[Path]:
 
 def _exit(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-# --- Text ------------------------------------------------------------------------------------------------------------
-
-
-def render_proof(proof: Proof) -> list[str]:
-    """Return a proof as lines of text: first the verdict, then the evidence."""
-    reason = "killed, resumed, and every bit is equal" if proof.verdict == "proved" else proof.reason or ""
-    lines = [_line(proof.verdict, f"{proof.recipe}: {reason}")]
-    if proof.difference is not None:
-        where = f"; after {proof.difference.kills}" if proof.difference.kills else ""
-        lines.append(_line("differs", proof.difference.what + where))
-        if names := proof.difference.not_restored:
-            more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-            how = 'session.register("name", object), or register={"name": object}'
-            lines.append(_line("not restored", f"{', '.join(names[:MAX_NAMES])}{more}; {how} saves an object"))
-    training = f"{proof.steps} steps on {proof.device}"
-    lines.append(_line("training", training + "".join(f"; {change}" for change in proof.shortened)))
-    lines.append(_line("at random", _render_counts(proof.at_random)))
-    calls = f"{proof.disk_calls} calls of a resume, a save and its cleanup"
-    lines.append(_line("disk calls", f"{calls}; {_render_counts(proof.at_disk_calls)}"))
-    compared = proof.compared
-    left_out = f"; left out: {', '.join(compared.left_out)}" if compared.left_out else ""
-    lines.append(
-        _line(
-            "compared",
-            f"{compared.runs} interrupted runs with an uninterrupted one: {compared.tensors} tensors "
-            f"({format_bytes(compared.bytes)}), {compared.losses} losses, {compared.metrics} metrics and all facts"
-            f"{left_out}",
-        )
-    )
-    lines.append(_line("processes", proof.launch))
-    lines.append(_line("repeat", f"{proof.repeat} ({format_seconds(proof.seconds)})"))
-    return lines
-
-
-def _render_counts(counts: KillCounts) -> str:
-    return (
-        f"{counts.kills} kills, {counts.inside_save} inside a save; {counts.processes} processes, "
-        f"{counts.resumed} resumed; {counts.leftovers} leftovers, {counts.torn} torn"
-    )
-
-
-def _line(label: str, text: str) -> str:
-    return f"{label:<18}{text}"

@@ -48,9 +48,8 @@ from whet.step.optimizer_kernels import kernel_obstacle
 from whet.step.step import Stepper
 from whet.training import checks
 from whet.training.callback import Callback, CallbackList, State
-from whet.training.callbacks.basic import EarlyStopping, GarbageCollection, KeepAwake
+from whet.training.callbacks.basic import CoreContention, EarlyStopping, GarbageCollection, KeepAwake
 from whet.training.callbacks.checkpoint_schedule import CheckpointSchedule
-from whet.training.callbacks.contention import CoreContention
 from whet.training.callbacks.device_cache import DeviceCache
 from whet.training.callbacks.event_log import Recorder
 from whet.training.callbacks.health import Health

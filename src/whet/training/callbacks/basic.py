@@ -1,4 +1,4 @@
-"""Small callbacks: early stopping, garbage collection between steps, and keeping the machine awake."""
+"""Small callbacks: early stopping, garbage collection, keeping the machine awake, and contention for cores."""
 
 import contextlib
 import gc
@@ -8,7 +8,10 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from whet.base import env
 from whet.base.process import gc_disabled
+from whet.device.contention import watch_contention
+from whet.step.step import Outcome
 from whet.training.callback import Action, Callback, State
 
 if TYPE_CHECKING:
@@ -50,6 +53,28 @@ class KeepAwake(Callback):
         is_wanted = run.plan.keep_awake == "on"
         if run.exit_stack.enter_context(prevent_sleep(is_wanted)) != is_wanted:
             run.log.event("plan", step=run.state.step, message=_NO_CAFFEINATE)
+
+
+class CoreContention(Callback):
+    """A callback that starts the contention watch and logs, once, what to export if torch was loaded before whet."""
+
+    every_seconds = 1.0
+
+    def __init__(self) -> None:
+        self._may_report = False
+
+    def on_start(self, run: "RunContext") -> None:
+        self._run = run
+        if run.device.kind == "cpu" and run.plan.threads != 1:
+            self._watch = run.exit_stack.enter_context(watch_contention())
+            self._may_report = env.spins_long()
+
+    def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
+        if self._may_report and self._watch.was_contended:
+            self._may_report = False
+            message = "other programs use the cores, so threads now sleep while they wait; to start that way"
+            self._run.log.event("plan", step=state.step, message=f"{message}: {env.brief_spin_export()}")
+        return Action.NONE
 
 
 @contextlib.contextmanager
