@@ -20,15 +20,19 @@ from whet.recipes.puzzle.model import PuzzleModel, official_name, puzzle_loss
 
 pytestmark = pytest.mark.torch
 
-CASES = {"attention_rope": (1e-4, 1e-3), "attention_learned": (1e-4, 1e-3), "mixer": (1e-6, 1e-6)}
-"""Tolerances of logits and states, and of gradients, relative to the largest entry of the tensor."""
+CASES = {"attention_rope": (3e-5, 1e-5), "attention_learned": (3e-5, 1e-5), "mixer": (1e-3, 2e-4)}
+"""Tolerances of logits and states, and of gradients, relative to the largest entry of the tensor.
+
+They are the rounding of the recorded figures, which were computed in float32. Here the model computes in float64:
+in float32, the distance would depend on the kernels of the machine (the mixer amplifies rounding the most).
+"""
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("micro_batches", [(6,), (4, 2)], ids=["one", "two"])
 def test_four_consecutive_steps_agree(name: str, micro_batches: tuple[int, ...]) -> None:
     case, recorded = read_case(name)
-    model = official_model(case["config"], recorded)
+    model = official_model(case["config"], recorded).double()
     close, close_gradients = CASES[name]
     for number, expected in enumerate(case["steps"]):
         here = {n.removeprefix(f"step{number}."): t for n, t in recorded.items() if n.startswith(f"step{number}.")}
@@ -46,7 +50,7 @@ def test_four_consecutive_steps_agree(name: str, micro_batches: tuple[int, ...])
         assert apart(slots.z, here["z"]) <= close
         assert loss * len(halt) == pytest.approx(expected["loss"], rel=1e-6)
         rows = torch.zeros_like(gradients["table.weight"])
-        rows.index_add_(0, here["puzzle_row_ids"].long(), here["grad.puzzle_rows"])
+        rows.index_add_(0, here["puzzle_row_ids"].long(), here["grad.puzzle_rows"].double())
         for ours, gradient in gradients.items():
             theirs = rows if ours == "table.weight" else here[f"grad.inner.{official_name(ours)}"]
             assert apart(gradient, theirs) <= close_gradients * float(theirs.abs().max()), ours
