@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,44 @@ from paths import Run
 from whet.cli import main, output
 
 THE_FUTURE = {"format_version": 99}
+
+# Forks for each line of input, so that whet itself is imported once. Answers with the exit code and the CPU seconds.
+FORKING = """
+import contextlib, io, json, os, sys
+from whet.cli import main
+
+with contextlib.redirect_stdout(io.StringIO()):
+    assert main.run(["plan", "text", "--machine", "m2-air-8gb"]) == 0, "imports what most commands need"
+assert "torch" not in sys.modules
+for line in sys.stdin:
+    asked = json.loads(line)
+    if (pid := os.fork()) == 0:
+        os.environ["WHET_HOME"] = asked["home"]
+        os.chdir(asked["cwd"])
+        for descriptor, name in enumerate(("out", "err"), start=1):
+            os.dup2(os.open(asked[name], os.O_WRONLY | os.O_CREAT), descriptor)
+        code = 255
+        try:
+            code = main.run(asked["words"])
+            sys.stdout.flush()
+            assert "torch" not in sys.modules, "refused before torch was imported"
+        except BaseException as error:
+            code = 255
+            print(f"Traceback: {error!r}", file=sys.stderr)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    _, status, used = os.wait4(pid, 0)
+    print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forking() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported whet, and not torch."""
+    command = [sys.executable, "-c", FORKING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
 
 
 def three_lines(stderr: str) -> bool:
@@ -101,23 +140,39 @@ def test_an_error_of_a_library_is_not_the_users(folder: str) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_bad_input_is_a_three_line_error(whet: Run, tmp_path: Path, words: tuple[str, ...], code: int) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken.toml").write_text("lr = ")
-    (tmp_path / "broken.yaml").write_text("lr: [")
-    (tmp_path / "broken.py").write_text("1 / 0\n")
-    (tmp_path / "nothing.py").write_text("")
-    new_home(tmp_path / "whet-home")
-    before = sorted(tmp_path.rglob("*"))
-    before_it = spent_by_children()
+def test_bad_input_is_a_three_line_error(
+    forking: subprocess.Popen[str], tmp_path: Path, words: tuple[str, ...], code: int
+) -> None:
+    folder = tmp_path / "cwd"
+    (folder / "empty").mkdir(parents=True)
+    (folder / "broken.toml").write_text("lr = ")
+    (folder / "broken.yaml").write_text("lr: [")
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "nothing.py").write_text("")
+    home = new_home(folder / "whet-home")
+    before = sorted(folder.rglob("*"))
+    out, err = tmp_path / "out", tmp_path / "err"
+    asked = {"words": words, "cwd": str(folder), "home": str(home), "out": str(out), "err": str(err)}
+    assert forking.stdin is not None
+    assert forking.stdout is not None
+    print(json.dumps(asked), file=forking.stdin, flush=True)
+    actual, seconds = json.loads(forking.stdout.readline())
+    errors = err.read_text()
+    assert actual == code, errors
+    assert out.read_text() == ""
+    assert three_lines(errors), errors
+    assert "Traceback" not in errors
+    assert sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts) == before, "nothing is written"
+    assert seconds < 1.2, "nor did a child import torch"
+
+
+@pytest.mark.parametrize("words", [("plan", "text", "epohcs=3"), ("train", "text", "--run", "/proc/no/such")])
+def test_an_error_takes_no_longer_than_a_start_without_torch(whet: Run, words: tuple[str, ...]) -> None:
+    before = spent_by_children()
     done = whet(*words)
-    seconds = spent_by_children() - before_it
-    assert done.returncode == code, done.stderr
-    assert done.stdout == ""
     assert three_lines(done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
-    assert sorted(p for p in tmp_path.rglob("*") if "__pycache__" not in p.parts) == before, "nothing is written"
-    assert seconds < 1.2, "refused before torch was imported"
+    assert done.returncode == (1 if "--run" in words else 2)
+    assert spent_by_children() - before < 1.2, "refused before torch was imported"
 
 
 def test_run_of_a_newer_version_is_an_error(whet: Run, tmp_path: Path) -> None:
@@ -189,16 +244,15 @@ def test_debug_shows_the_traceback(whet: Run) -> None:
     assert "Traceback" in done.stderr
 
 
-def test_help_shows_commands_and_examples(whet: Run) -> None:
+def test_help_shows_commands_and_examples(whet: Run, capfd: pytest.CaptureFixture[str]) -> None:
     for words in ((), ("--help",)):
         done = whet(*words)
         assert done.returncode == 0
         for verb in ("probe", "plan", "runs", "report", "doctor", "prove"):
             assert verb in done.stdout
     for verb in ("probe", "plan", "runs", "report", "doctor", "prove"):
-        done = whet(verb, "--help")
-        assert done.returncode == 0
-        assert f"whet {verb}" in done.stdout.split("\n", 1)[1], "help shows an example"
+        assert main.run([verb, "--help"]) == 0
+        assert f"whet {verb}" in capfd.readouterr().out.split("\n", 1)[1], "help shows an example"
 
 
 def test_version(whet: Run) -> None:
@@ -227,26 +281,26 @@ def test_output_is_plain_without_a_terminal(whet: Run) -> None:
     assert done.stdout.isascii()
 
 
-def test_stdout_has_only_json(whet: Run) -> None:
-    for words in (("probe", "--json"), ("plan", "text", "--json"), ("runs", "--json")):
-        done = whet(*words)
+def test_stdout_has_only_json_and_plan_reads_a_probe(whet: Run, tmp_path: Path) -> None:
+    """Of a plan for this machine, too: test_import_time.py."""
+    probe = whet("probe", "--json")
+    (tmp_path / "mine.json").write_text(probe.stdout)
+    plan = whet("plan", "text", "--machine", "mine.json", "--json")
+    for done in (probe, plan, whet("runs", "--json")):
         assert done.returncode == 0, done.stderr
         json.loads(done.stdout)
-
-
-def test_plan_reads_a_probe(whet: Run, tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(whet("probe", "--json").stdout)
     done = whet("plan", "text", "--machine", "mine.json")
     assert done.returncode == 0, done.stderr
     assert "micro_batch" in done.stdout
 
 
-def test_plan_reads_a_user_recipe(whet: Run, tmp_path: Path) -> None:
-    assert whet("init", "mine.py").returncode == 0
+@pytest.mark.torch
+def test_plan_reads_a_user_recipe(warm_whet: Run, tmp_path: Path) -> None:
+    assert warm_whet("init", "mine.py").returncode == 0
     with (tmp_path / "mine.py").open("a") as file:
         file.write("\n\nother = recipe\n")
     for what in ("mine.py", "mine.py:other", "mine:other"):
-        done = whet("plan", what, "global_batch_size=6", "--machine", "h200", "--json")
+        done = warm_whet("plan", what, "global_batch_size=6", "--machine", "h200", "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["workload"]["global_batch_size"] == 6
 

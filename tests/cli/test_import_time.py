@@ -51,7 +51,7 @@ def test_broken_torch_is_importable(whet: Run) -> None:
     assert "this torch raises on import" in done.stderr
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.slow), ("--json",)], ids=["text", "json"])
 def test_probe_and_plan_work_with_a_broken_torch(whet: Run, flags: tuple[str, ...]) -> None:
     probe = whet("probe", *flags, path=BROKEN_TORCH)
     assert probe.returncode == 0, probe.stderr
@@ -59,6 +59,8 @@ def test_probe_and_plan_work_with_a_broken_torch(whet: Run, flags: tuple[str, ..
     plan = whet("plan", "text", *flags, path=BROKEN_TORCH)
     assert plan.returncode == 0, plan.stderr
     assert "micro_batch" in plan.stdout
+    if flags:
+        json.loads(plan.stdout)
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])

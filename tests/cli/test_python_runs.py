@@ -1,6 +1,7 @@
 """Commands for runs and models that were made from Python: they work with a function, or say what to type."""
 
 import json
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import whet
+from homes import new_home
 from paths import SUPPORT, Run
+from whet.cli import main as cli
 
 pytestmark = pytest.mark.torch
 
@@ -65,9 +68,13 @@ def test_a_run_records_the_function_that_made_it(trained: Path) -> None:
         (("prove", f"{SCRIPT}:make_model"), "it returned a Sequential"),
         (("prove", f"{SCRIPT}:nothing"), "does not define nothing()"),
         (("train", f"{SCRIPT}:main"), "is a script that trains, not a recipe"),
-        (("train", SCRIPT), f"take {SCRIPT}:main"),
+        # Without the process that restarts it, which imports torch.
+        (("train", SCRIPT, "--max-restarts=0"), f"take {SCRIPT}:main"),
         (("plan", "flat.py"), 'if __name__ == "__main__": main()'),
-        (("train", "flat.py"), "python flat.py; whet plan, prove, bench, check and compare take flat.py"),
+        (
+            ("train", "flat.py", "--max-restarts=0"),
+            "python flat.py; whet plan, prove, bench, check and compare take flat.py",
+        ),
         (("prove", "flat.py:main"), 'if __name__ == "__main__": main()'),
         (("compare", f"{SCRIPT}:make_model"), "return model, (x, y); or call whet.train(...)"),
         (("check", f"{SCRIPT}:returns_nothing"), "cannot verify"),
@@ -99,7 +106,10 @@ def test_safetensors_of_any_run_without_a_recipe(warm_whet: Run, trained: Path, 
     assert json.loads((tmp_path / "w" / "whet-export.json").read_text())["step"] == 32
 
 
-def test_a_transformers_model_is_saved_as_one(warm_whet: Run, tmp_path: Path) -> None:
+def test_a_transformers_model_is_saved_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in this process: importing transformers takes seconds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WHET_HOME", str(new_home(tmp_path / "whet-home")))
     (tmp_path / "bert.py").write_text(
         "import torch, whet\n"
         "from transformers import BertConfig, BertForSequenceClassification\n"
@@ -116,12 +126,9 @@ def test_a_transformers_model_is_saved_as_one(warm_whet: Run, tmp_path: Path) ->
         "if __name__ == '__main__':\n"
         "    main()\n"
     )
-    import subprocess
-    import sys
-
-    subprocess.run([sys.executable, "bert.py"], cwd=tmp_path, check=True, capture_output=True)
-    done = warm_whet("export", "runs/bert", "--to", "transformers", "--model", "bert.py:make_model", "--out", "saved")
-    assert done.returncode == 0, done.stderr
+    runpy.run_path("bert.py", run_name="__main__")
+    words = ["export", "runs/bert", "--to", "transformers", "--model", "bert.py:make_model", "--out", "saved"]
+    assert cli.run(words) == 0
     from transformers import AutoModelForSequenceClassification
 
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
@@ -129,7 +136,7 @@ def test_a_transformers_model_is_saved_as_one(warm_whet: Run, tmp_path: Path) ->
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))
     inputs = {"input_ids": torch.randint(0, 50, (10, 6)), "attention_mask": torch.ones(10, 6, dtype=torch.int64)}
     save_file(inputs, tmp_path / "inputs.safetensors")
-    words = (
+    words = [
         "predict",
         "runs/bert",
         "--model",
@@ -138,9 +145,8 @@ def test_a_transformers_model_is_saved_as_one(warm_whet: Run, tmp_path: Path) ->
         "--out",
         "p.npy",
         "--batch=4",
-    )
-    done = warm_whet(*words)
-    assert done.returncode == 0, done.stderr
+    ]
+    assert cli.run(words) == 0
     expected = loaded.eval()(**inputs).logits.detach().numpy()
     np.testing.assert_allclose(np.load(tmp_path / "p.npy"), expected, atol=1e-5)
 
@@ -163,9 +169,7 @@ def test_predict_arrays(warm_whet: Run, trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["main", "own_loop"])
-def test_functions_that_train_are_compared_checked_and_measured(
-    warm_whet: Run, whet: Run, tmp_path: Path, function: str
-) -> None:
+def test_functions_that_train_are_compared_and_checked(warm_whet: Run, tmp_path: Path, function: str) -> None:
     word = f"{SCRIPT}:{function}"
     done = warm_whet("compare", word, "--steps", "3")
     assert done.returncode == 0, done.stderr
@@ -173,7 +177,13 @@ def test_functions_that_train_are_compared_checked_and_measured(
     done = warm_whet("check", word, "--for", "mps", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["findings"] == []
-    done = whet("bench", word, "--against", "naive", "--budget", "60", "--json")
+    assert not list(tmp_path.glob("runs*")), "nothing is trained"
+    assert not (tmp_path / "after.txt").exists(), "the code after the training does not run"
+
+
+@pytest.mark.parametrize("function", [pytest.param("main", marks=pytest.mark.slow), "own_loop"])
+def test_functions_that_train_are_measured(warm_whet: Run, tmp_path: Path, function: str) -> None:
+    done = warm_whet("bench", f"{SCRIPT}:{function}", "--against", "naive", "--budget", "60", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["workload"]["recipe"], result["workload"]["global_batch_size"]) == ("script_training", 16)
