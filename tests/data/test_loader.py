@@ -50,6 +50,29 @@ def assert_same_batches(ours, theirs) -> None:
     assert not any(found), next(filter(None, found))
 
 
+IN_GATE = (
+    "shuffled",
+    "a generator",
+    "RandomSampler with replacement",
+    "WeightedRandomSampler with a generator",
+    "a sampler with set_epoch",
+    "a sampler of the global generator",
+    "a sampler with a state and no length",
+    "a batch sampler",
+    "batches of varying sizes",
+    "num_workers",
+    "ConcatDataset",
+    "dataclasses",
+    "NaN",
+    *RANDOM_LOADERS,
+)
+"""One of each kind for the tests with a kill or workers; all are read in the gate in this process."""
+
+
+def slow_but(names, chosen):
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_loss_sees_the_batches_of_the_loader(name: str) -> None:
     loader = LOADERS[name]()
@@ -66,19 +89,19 @@ def test_a_fixed_order_is_the_loaders_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("kill", [4, pytest.param(6, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [*LOADERS, *RANDOM_LOADERS])
-def test_a_killed_run_sees_the_same_batches(name: str, kill: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", slow_but([*LOADERS, *RANDOM_LOADERS], IN_GATE))
+def test_a_killed_run_sees_the_same_batches(name: str, kill: int, memory_folder: Path) -> None:
     make = {**LOADERS, **RANDOM_LOADERS}[name]
     whole = run_batches(make(), epochs=3)
     kill = min(kill, len(whole.batches))
-    resumed = resumed_batches(make, tmp_path / "run", kill=kill, epochs=3)
+    resumed = resumed_batches(make, memory_folder / "run", kill=kill, epochs=3)
     saved = (kill - 1) // 2 * 2
     assert_same_batches(resumed.batches, whole.batches[saved:])
     assert torch.equal(resumed.weights, whole.weights)
     assert resumed.exactness.startswith(CUSTOM_LOOP)
 
 
-@pytest.mark.parametrize("name", [*LOADERS, *RANDOM_LOADERS])
+@pytest.mark.parametrize("name", slow_but([*LOADERS, *RANDOM_LOADERS], (*IN_GATE, "PackedSequence", "strings")))
 def test_workers_read_the_same_batches(name: str) -> None:
     make = {**LOADERS, **RANDOM_LOADERS}[name]
     here, workers = run_batches(make()), run_batches(make(), workers=2)
@@ -86,13 +109,17 @@ def test_workers_read_the_same_batches(name: str) -> None:
     assert torch.equal(workers.weights, here.weights)
 
 
-# Of other loaders, order and samples have no state that a second run of the object could find.
-STATEFUL = [name for name in LOADERS if "sampler" in name.lower() or "generator" in name]
+# Objects with a state that a second run of the same object could find.
+STATEFUL = [
+    "a generator",
+    "WeightedRandomSampler with a generator",
+    "a sampler with set_epoch",
+    "a sampler with a state",
+    "a sampler with a state and no length",
+]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in STATEFUL else pytest.param(name, marks=pytest.mark.slow) for name in LOADERS]
-)
+@pytest.mark.parametrize("name", slow_but(LOADERS, STATEFUL))
 def test_the_same_loader_object_resumes(name: str, tmp_path: Path) -> None:
     loader = LOADERS[name]()
     whole = run_batches(LOADERS[name]())
@@ -349,7 +376,7 @@ def test_an_option_that_contradicts_the_loader_is_refused(options: dict) -> None
 # --- iterable datasets -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", STREAM_LOADERS)
+@pytest.mark.parametrize("name", slow_but(STREAM_LOADERS, ("in this process", "random, in workers")))
 def test_a_stream_has_the_batches_of_its_loader(name: str, tmp_path: Path) -> None:
     make = STREAM_LOADERS[name]
     whole = run_batches(make())
@@ -381,11 +408,14 @@ def test_streams_do_not_move_the_draws_of_steps() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DataLoader(TENSORS, batch_size=6),
+        pytest.param(lambda: DataLoader(TENSORS, batch_size=6), marks=pytest.mark.slow),
         lambda: DataLoader(TENSORS, batch_size=7, shuffle=True, drop_last=False),
-        lambda: DataLoader(PAIRS, batch_size=19, collate_fn=lambda s: tuple(default_collate(s))),
+        pytest.param(
+            lambda: DataLoader(PAIRS, batch_size=19, collate_fn=lambda s: tuple(default_collate(s))),
+            marks=pytest.mark.slow,
+        ),
         lambda: DataLoader(Stream(), batch_size=6, num_workers=2),
-        lambda: DataLoader(PAIRS, batch_size=64),
+        pytest.param(lambda: DataLoader(PAIRS, batch_size=64), marks=pytest.mark.slow),
     ],
 )
 def test_a_loader_is_validation_data(make, tmp_path: Path) -> None:

@@ -190,13 +190,39 @@ def cases() -> list[Any]:
     return for_each
 
 
+def slow_but(made: list[Any], chosen: set[Any]) -> list[Any]:
+    return [case if case in chosen else pytest.param(*case, marks=pytest.mark.slow) for case in made]
+
+
+def rate_cases() -> list[Any]:
+    """In the gate each scheduler once, with intervals and optimizers in turn."""
+    made = [(*case, optimizer) for case in cases() for optimizer in OPTIMIZERS]
+    chosen = set()
+    for place, name in enumerate(MAKERS):
+        intervals = [interval for case, interval in cases() if case == name]
+        chosen.add((name, intervals[place % len(intervals)], [*OPTIMIZERS][place % 3]))
+    return slow_but(made, chosen)
+
+
+def stop_cases() -> list[Any]:
+    """In the gate each scheduler once, with the other interval than above and stops in turn.
+
+    6 is a step with a checkpoint of its own, 8 the end of an epoch.
+    """
+    made = [(*case, stop) for case in cases() for stop in (1, 6, 8)]
+    chosen = set()
+    for place, name in enumerate(MAKERS):
+        intervals = [interval for case, interval in cases() if case == name]
+        chosen.add((name, intervals[(place + 1) % len(intervals)], (6, 8)[place // 2 % 2]))
+    return slow_but(made, chosen)
+
+
 def asked(name: str, interval: str) -> str | None:
     is_decided = interval == "evaluation" or name.startswith(PER_STEP)
     return None if is_decided else interval
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("name", "interval"), cases())
+@pytest.mark.parametrize(("name", "interval", "optimizer"), rate_cases())
 def test_rates_are_those_of_a_plain_loop(name: str, interval: str, optimizer: str) -> None:
     work = Work(MAKERS[name], optimizer)
     work.train(asked(name, interval))
@@ -205,20 +231,27 @@ def test_rates_are_those_of_a_plain_loop(name: str, interval: str, optimizer: st
     assert len({json.dumps(groups) for groups in expected}) > 1, "rates that never change show nothing"
 
 
-@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 6, 8])
-@pytest.mark.parametrize(("name", "interval"), cases())
-def test_a_stopped_run_resumes_with_the_same_rates(name: str, interval: str, stop: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "interval", "stop"), stop_cases())
+def test_a_stopped_run_resumes_with_the_same_rates(name: str, interval: str, stop: int, memory_folder: Path) -> None:
     first, second = Work(MAKERS[name]), Work(MAKERS[name])
-    first.train(asked(name, interval), until=stop, run=tmp_path / "run")
-    second.train(asked(name, interval), run=tmp_path / "run")
+    first.train(asked(name, interval), until=stop, run=memory_folder / "run")
+    second.train(asked(name, interval), run=memory_folder / "run")
     assert first.seen + second.seen == plain_loop(MAKERS[name], interval)
-    (resumed,) = read_events(open_run(tmp_path / "run"), kinds=("resume",))
+    (resumed,) = read_events(open_run(memory_folder / "run"), kinds=("resume",))
     assert resumed.get("exactness").startswith(CUSTOM_LOOP)
-    rates = [event.get("lr") for event in read_events(open_run(tmp_path / "run"), kinds=("step",))]
+    rates = [event.get("lr") for event in read_events(open_run(memory_folder / "run"), kinds=("step",))]
     assert rates == [groups[0]["lr"] for groups in first.seen + second.seen]
 
 
-@pytest.mark.parametrize("name", ["OneCycleLR", "SequentialLR", "ReduceLROnPlateau", "LambdaLR of an object"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("OneCycleLR", marks=pytest.mark.slow),
+        pytest.param("SequentialLR", marks=pytest.mark.slow),
+        "ReduceLROnPlateau",
+        "LambdaLR of an object",
+    ],
+)
 def test_a_killed_run_resumes_with_the_same_weights(name: str, tmp_path: Path) -> None:
     interval = asked(name, "evaluation" if name.startswith("Reduce") else "step")
     whole = Work(MAKERS[name])
@@ -237,7 +270,13 @@ def test_a_killed_run_resumes_with_the_same_weights(name: str, tmp_path: Path) -
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["OneCycleLR", "SequentialLR", "LambdaLR of an object"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SequentialLR",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("OneCycleLR", "LambdaLR of an object")),
+    ],
+)
 def test_a_rollback_restores_the_scheduler(name: str, tmp_path: Path) -> None:
     interval = asked(name, "step")
     whole, bad = Work(MAKERS[name]), Work(MAKERS[name])
