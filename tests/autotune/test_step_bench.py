@@ -15,7 +15,7 @@ from whet.device.open import current_machine
 from whet.plan.plan import make_plan
 from whet.run.events import History
 from whet.step.optimizers import OptimizerChoice
-from whet.training.step_bench import LocalStepBench
+from whet.training.step_bench import LocalStepBench, evidence_key
 from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload
 
@@ -296,3 +296,17 @@ def test_dataset_is_read_inside_the_timed_steps(tmp_path):
         assert len(reads) >= before + 7 * 16
         other = bench.prepare({"workers": 1}, seconds=30)
         assert other.step(0) > 0
+
+
+def test_a_program_uses_what_whet_plan_has_measured():
+    """`whet plan train.py:main --measure` and `python train.py` name the workload differently."""
+    model, data, _ = a_training()
+    training = parse_training_config(TRAINING)
+    plans = [
+        make_plan(current_machine()[0], describe_workload(model, data, training, recipe=name))
+        for name in ("train", "session")
+    ]
+    first, second = (evidence_key(plan, model) for plan in plans)
+    assert first == second
+    model.head = nn.Linear(32, 4)
+    assert evidence_key(plans[0], model) != first

@@ -67,7 +67,7 @@ _WARMUP_SECONDS = 2.0
 _MIN_COMPILE_SECONDS = 10.0
 # torch compiles the first shape, then once more with dynamic sizes if shapes differ. If it still compiles for several
 # batches after that, it compiles for every new shape.
-_NUM_SETTLED, _MAX_LATE_GRAPHS = 3, 3
+_NUM_WARM, _MAX_LATE_GRAPHS = 3, 3
 # Sending large batches of images would take longer than computing with them.
 _MAX_RECORDED_BYTES = 512 << 20
 
@@ -194,10 +194,10 @@ class LocalStepBench:
                 prepared.step_seconds = prepared.step(index)
                 graphs.append(num_graphs())
                 # Compiling for another shape counts as preparation, not as part of the timed steps.
-                is_settled = index + 1 >= WARMUP_STEPS and graphs[-1] == graphs[-2]
-                if time.perf_counter() - start > (min(seconds, _WARMUP_SECONDS) if is_settled else seconds):
+                is_warm = index + 1 >= WARMUP_STEPS and graphs[-1] == graphs[-2]
+                if time.perf_counter() - start > (min(seconds, _WARMUP_SECONDS) if is_warm else seconds):
                     break
-        num_late = sum(after > before for before, after in pairwise(graphs[_NUM_SETTLED:]))
+        num_late = sum(after > before for before, after in pairwise(graphs[_NUM_WARM:]))
         if num_late >= _MAX_LATE_GRAPHS:
             raise ProbeFailedError("it is compiled again for every new shape of a batch", kind="error")
         prepared.preparation_seconds = time.perf_counter() - start
@@ -402,9 +402,11 @@ def _repeat_epochs(source: AbstractSource) -> Iterator[GlobalBatch]:
 
 def evidence_key(plan: Plan, model: nn.Module) -> dict[str, Any]:
     """Return the cache key of measurements: machine, software, workload, overrides, parameters and module types."""
+    # The name of the workload differs between `whet plan train.py:main --measure` and `python train.py`.
+    unnamed = plan.workload.model_copy(update={"batch": None, "recipe": ""})
     return {
         "machine": plan.machine.as_json(),
-        "workload": plan.workload.model_copy(update={"batch": None}).as_json(),
+        "workload": unnamed.as_json(),
         "overrides": dict(plan.overrides),
         "model": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named_tensors(model)],
         "modules": sorted({type(module).__name__ for module in model.modules()}),
