@@ -182,8 +182,8 @@ def test_run_of_unknown_length_counts_as_short() -> None:
     assert "unknown" in unknown.describe("compile")
 
 
-def test_finish_time_includes_planning() -> None:
-    assert finish_seconds(preparation=2, step=0.5, num_steps=10, planning=3) == 10
+def test_finish_time_includes_preparation() -> None:
+    assert finish_seconds(preparation=2, step=0.5, num_steps=10) == 7
     assert (budget_seconds(100), budget_seconds(10_000)) == (3.0, 60.0)
     assert budget_seconds(1e6, most=300) == 300
 

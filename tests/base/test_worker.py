@@ -25,7 +25,7 @@ from whet.base.worker import (
 from whet.doctor.check import CheckGroup
 from whet.doctor.runner import CheckRunner
 from whet.hpo.trial_process import run_trial_process
-from whet.machine.torch_info import query_torch
+from whet.machine.torch_info import torch_query
 from whet.prove.launcher import ForkLauncher, ProcessLauncher
 from whet.prove.training_process import ProcessOrder
 
@@ -206,10 +206,12 @@ def test_trial_process_is_isolated(marker: Path, tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_torch_query_is_isolated(marker: Path) -> None:
-    assert query_torch().error is None
+    with torch_query() as result:
+        assert result().error is None
     assert not marker.exists(), marker.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_doctor_process_is_isolated(marker: Path) -> None:
     group = CheckGroup(name="planted", table="planted_checks:CASES")
@@ -221,7 +223,7 @@ def test_doctor_process_is_isolated(marker: Path) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("is_forked", [False, True])
+@pytest.mark.parametrize("is_forked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_proof_process_is_isolated(marker: Path, tmp_path: Path, is_forked: bool) -> None:
     order = ProcessOrder(
         target="worker_jobs:train_piece",

@@ -10,7 +10,7 @@ import pytest
 from fake_torch_child import FOLDER_VARIABLE, MESSAGE_VARIABLE
 from whet.machine import torch_info
 from whet.machine.facts import TorchFacts
-from whet.machine.torch_info import query_torch, torch_query
+from whet.machine.torch_info import TIMEOUT_SECONDS, TorchInfo, torch_query
 
 HEAD = "__version__ = '2.13.0'\n"
 MODULES = """
@@ -37,6 +37,12 @@ found = make("torch.backends.mps", is_built=lambda: True, is_available=lambda: T
 backends = make("torch.backends", mps=found)
 get_num_threads = lambda: 4
 """
+
+
+def query_torch(*, timeout_seconds: float = TIMEOUT_SECONDS) -> TorchInfo:
+    """Query torch and wait for the result."""
+    with torch_query(timeout_seconds=timeout_seconds) as result:
+        return result()
 
 
 @pytest.fixture

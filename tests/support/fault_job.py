@@ -151,7 +151,8 @@ def main(arguments: list[str]) -> int:
             number = str(session.state.step + 1)
             tell(f"step {number}")
             if number == pause_at:
-                tell(f"workers {json.dumps(session.run.source.workers.pids)}")
+                readers = session.run.source.workers._workers
+                tell(f"workers {json.dumps([reader.process.pid for reader in readers])}")
                 time.sleep(pause_seconds)
             act(act_at.get(number), run)
             if number in stop_at:

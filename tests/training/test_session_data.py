@@ -147,8 +147,8 @@ def test_workers_survive_an_interrupt(start: str) -> None:
     batches = source.batches(Position())
     first = next(batches)
     assert source.workers is not None
-    (worker,) = source.workers.pids
-    os.kill(worker, signal.SIGINT)
+    (worker,) = source.workers._workers
+    os.kill(worker.process.pid, signal.SIGINT)
     assert len(first) + sum(len(batch) for batch in batches) == 40
     source.close()
 

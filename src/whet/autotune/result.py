@@ -164,9 +164,9 @@ def compile_budget_seconds(run_seconds: float) -> float:
     return min(_MAX_COMPILE_SECONDS, _SHARE_OF_RUN * run_seconds)
 
 
-def finish_seconds(*, preparation: float, step: float, num_steps: int, planning: float = 0.0) -> float:
+def finish_seconds(*, preparation: float, step: float, num_steps: int) -> float:
     """Return the seconds from now until the end of the last step, including preparation."""
-    return planning + preparation + num_steps * step
+    return preparation + num_steps * step
 
 
 def finish_estimate(plan: Plan, result: TuningResult) -> str:

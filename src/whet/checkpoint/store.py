@@ -111,12 +111,6 @@ def list_steps(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def delete_checkpoint(folder: Path, *, step: int) -> None:
-    """Remove the checkpoint of a step if it exists."""
-    if (folder / checkpoint_name(step)).exists():
-        durable.remove(folder / checkpoint_name(step))
-
-
 def _facts_bytes(snapshot: Snapshot) -> bytes:
     try:
         return encoding.dump_json(snapshot.facts)

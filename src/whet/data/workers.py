@@ -70,11 +70,6 @@ class Workers:
         self.events: list[tuple[str, dict[str, Any]]] = []
         """Events for the run's log, as (kind, fields)."""
 
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the workers."""
-        return [worker.process.pid for worker in self._workers]
-
     def batches(self, position: Position) -> Iterator[tuple[list[Any], Any]]:
         """Yield the samples and the collated result of each remaining global batch of the epoch at `position`."""
         self._begin(position)

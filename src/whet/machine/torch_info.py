@@ -93,12 +93,6 @@ def torch_query(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[Callabl
         yield lambda: _receive(worker, deadline=deadline)
 
 
-def query_torch(*, timeout_seconds: float = TIMEOUT_SECONDS) -> TorchInfo:
-    """Query torch and wait for the result."""
-    with torch_query(timeout_seconds=timeout_seconds) as result:
-        return result()
-
-
 def _receive(worker: JsonWorker, *, deadline: float) -> TorchInfo:
     try:
         info = TorchInfo.model_validate(worker.receive(max(0.0, deadline - time.monotonic())))

@@ -70,12 +70,6 @@ class MemoryEstimate:
         """Return the phase in which the peak occurs: transfer, forward, backward or optimizer."""
         return self.phases[int(self._total(size, is_split).argmax())]
 
-    @property
-    def per_sample_bytes(self) -> int:
-        """Bytes that each additional sample adds to the peak of a normal step."""
-        peak = int(self._total(self.batch_size, False).argmax())
-        return round(sum(float(row[peak]) for row in self.per_sample.values()))
-
     def _total(self, size: int, is_split: bool) -> np.ndarray:
         return np.sum(list(self._rows(size, is_split).values()), axis=0)
 
