@@ -1,18 +1,20 @@
 """Load the results of a run: its weights into your model (`whet.load`), or its recipe with the trained model."""
 
+import contextlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from whet.api.target import ScriptTraining, call_function, load_function
 from whet.base.errors import UsageError, WhetError, describe_error
 from whet.recipes.recipe import BUILT_IN, Recipe, load_recipe
-from whet.run.folder import Run, short_path, short_script
+from whet.run.folder import Run, open_run, short_path, short_script
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from whet.recipes.chat.responder import Responder
     from whet.training.loop import TrainResult
 
 ModelT = TypeVar("ModelT", bound="nn.Module | Mapping[str, nn.Module]")
@@ -145,13 +147,45 @@ def load_predictor(recipe: Recipe, run: Run, *, checkpoint: str) -> tuple[Any, A
     """Return (model, predictor, step): the model with the weights of a checkpoint, in eval mode on the CPU."""
     from whet.training.weights import load_weights
 
-    try:
+    with _missing_data_errors():
         model, predictor = recipe.predict(recipe.Config.model_validate(run.config), run.metadata)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        got = describe_error(error)
-        raise WhetError(
-            "the run lacks data that its recipe needs", got=got, try_="whet runs, to choose another run"
-        ) from None
     step = load_weights(run.path, model, checkpoint=checkpoint)
     model.eval()
     return model, predictor, step
+
+
+def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
+    """Load the model of a chat run onto a device, with the weights of a checkpoint."""
+    from whet.device.environment import configure_before_torch
+
+    opened = open_run(run)
+    # Load only built-in recipes, because a run folder may come from anywhere and must not decide which code runs.
+    recipe = load_recipe(opened.header.recipe) if opened.header.recipe in BUILT_IN else None
+    if recipe is None or not recipe.supports("load_generator"):
+        raise UsageError(
+            "this is not a chat run", got=f"a run of {opened.header.recipe}", try_="a run of whet train chat"
+        )
+    configure_before_torch(mps_fallback=False)
+    from whet.device.open import open_device
+    from whet.training.weights import load_weights
+
+    place = open_device(device).device
+    with _missing_data_errors():
+        model: Responder = recipe.load_generator(opened.metadata)
+    load_weights(opened.path, model.model, checkpoint=checkpoint)
+    place.put_model(model.model)
+    model.model.eval()
+    return model
+
+
+@contextlib.contextmanager
+def _missing_data_errors() -> Iterator[None]:
+    """Convert the errors of a recipe that does not find its data in a run."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise WhetError(
+            "the run lacks data that its recipe needs",
+            got=describe_error(error),
+            try_="whet runs, to choose another run",
+        ) from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whet.base.errors import UsageError, WhetError, describe_error
+from whet.base.errors import UsageError, WhetError
 from whet.base.units import valid_utf8
 from whet.cli import output
 from whet.cli.options import (
@@ -58,6 +58,7 @@ def chat(
     The model gets the whole conversation. If that exceeds its context length, the oldest turns are dropped, except for
     the system prompt, and a note is printed.
     """
+    from whet.api.load import load_chat_model
     from whet.run.folder import locate_checkpoint
 
     run, checkpoint = locate_checkpoint(run, checkpoint)
@@ -101,6 +102,7 @@ def generate(
     whet generate runs/chat-001 --json < questions.txt
     whet generate --checkpoint runs/chat-001/checkpoints/step-000001000 --prompt "Hello!"
     """
+    from whet.api.load import load_chat_model
     from whet.run.folder import locate_checkpoint, shell_path
 
     run, checkpoint = locate_checkpoint(run, checkpoint)
@@ -163,6 +165,7 @@ def serve(
     machine, and requires the API key that it prints, which is different each time. Requests are answered one at a time.
     Ctrl-C stops the server.
     """
+    from whet.api.load import load_chat_model
     from whet.run.folder import locate_checkpoint
     from whet.web.access import ClientLimits
     from whet.web.server import require_libraries
@@ -203,37 +206,6 @@ def serve(
     finally:
         routes.close()
     raise typer.Exit(code)
-
-
-def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
-    """Load the model of a chat run onto a device, with the weights of a checkpoint."""
-    from whet.device.environment import configure_before_torch
-    from whet.recipes.recipe import BUILT_IN, load_recipe
-    from whet.run.folder import open_run
-
-    opened = open_run(run)
-    # Load only built-in recipes, because a run folder may come from anywhere and must not decide which code runs.
-    recipe = load_recipe(opened.header.recipe) if opened.header.recipe in BUILT_IN else None
-    if recipe is None or not recipe.supports("load_generator"):
-        raise UsageError(
-            "this is not a chat run", got=f"a run of {opened.header.recipe}", try_="a run of whet train chat"
-        )
-    configure_before_torch(mps_fallback=False)
-    from whet.device.open import open_device
-    from whet.training.weights import load_weights
-
-    place = open_device(device).device
-    try:
-        model: Responder = recipe.load_generator(opened.metadata)
-    except (KeyError, TypeError, ValueError) as error:
-        got = describe_error(error)
-        raise WhetError(
-            "the run lacks data that its recipe needs", got=got, try_="whet runs, to choose another run"
-        ) from None
-    load_weights(opened.path, model.model, checkpoint=checkpoint)
-    place.put_model(model.model)
-    model.model.eval()
-    return model
 
 
 class _Conversation:
