@@ -45,7 +45,7 @@ _PUBLIC = {
     "Plan": "whet.plan.plan",
     "Recipe": "whet.recipes.recipe",
     "Session": "whet.training.session",
-    "State": "whet.training.callback",
+    "State": "whet.training.progress",
     "TrainResult": "whet.training.loop",
     "WhetError": "whet.base.errors",
     "check": "whet.api.verify",
@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from whet.step.step import Outcome as Outcome
     from whet.training.callback import Action as Action
     from whet.training.callback import Callback as Callback
-    from whet.training.callback import State as State
     from whet.training.loop import TrainResult as TrainResult
+    from whet.training.progress import State as State
     from whet.training.session import Session as Session
     from whet.training.tune import tune as tune
 else:

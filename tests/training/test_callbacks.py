@@ -13,7 +13,8 @@ from small_models import convnet, images
 from whet.base.errors import UsageError
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.training.callback import Action, Callback, CallbackList, State
+from whet.training.callback import Action, Callback, CallbackList
+from whet.training.progress import State
 
 pytestmark = pytest.mark.torch
 
@@ -97,7 +98,7 @@ def test_save_writes_a_checkpoint_of_that_step(tmp_path: Path) -> None:
     assert 3 in saved_steps(tmp_path / "run")
 
 
-@pytest.mark.parametrize("moment", ["step3", "evaluate4", "epoch1"])
+@pytest.mark.parametrize("moment", ["step3", "epoch1", pytest.param("evaluate4", marks=pytest.mark.slow)])
 def test_stop_saves_and_the_same_call_resumes_with_the_callbacks_state(moment: str, tmp_path: Path) -> None:
     options = {"evaluate": lambda model, micro_batches: {"n": 1.0}, "val": images(8, seed=1)}
     seen = Recording(**{moment: Action.STOP("enough")})

@@ -19,9 +19,9 @@ from whet.run.event import Event
 from whet.run.events import read_events
 from whet.step.step import NORM_EVERY, Outcome
 from whet.training import metrics
-from whet.training.callback import State
 from whet.training.callbacks import health
 from whet.training.callbacks.event_log import Recorder
+from whet.training.progress import State
 
 pytestmark = pytest.mark.torch
 

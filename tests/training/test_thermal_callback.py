@@ -30,7 +30,7 @@ from whet.plan.workload import Workload
 from whet.run.events import read_events
 from whet.run.folder import open_run
 from whet.step.step import Outcome
-from whet.training.callback import Action, State
+from whet.training.callback import Action
 from whet.training.callbacks.event_log import Recorder
 from whet.training.callbacks.progress import ProgressLine
 from whet.training.callbacks.thermal import (
@@ -42,6 +42,7 @@ from whet.training.callbacks.thermal import (
     SensorThread,
     ThermalPolicy,
 )
+from whet.training.progress import State
 
 pytestmark = pytest.mark.torch
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from whet.base.errors import WhetError
 from whet.base.process import TerminatedError, signal_name
-from whet.training.callback import Action, State
+from whet.training.callback import Action
+from whet.training.progress import State
 
 if TYPE_CHECKING:
     from whet.training.run_config import RunConfig

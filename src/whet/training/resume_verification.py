@@ -12,7 +12,8 @@ from whet.base.units import format_list
 from whet.checkpoint import store
 from whet.run.events import History
 from whet.run.folder import Run
-from whet.training.callback import Action, Callback, State
+from whet.training.callback import Action, Callback
+from whet.training.progress import State
 from whet.training.restore import RestoredRun, with_earlier_inexactness
 from whet.training.state_check import restore_state, restored_differences
 

@@ -27,13 +27,14 @@ from whet.step.apply_plan import (
 from whet.step.model_contexts import WeightLayout
 from whet.step.non_finite_guard import NonFiniteGuard
 from whet.step.step import Stepper
-from whet.training.callback import Action, CallbackList, State
+from whet.training.callback import Action, CallbackList
 from whet.training.callbacks.event_log import Recorder
 from whet.training.callbacks.stop_signals import StopSignals
 from whet.training.checkpointer import Checkpointer
 from whet.training.executor import Executor
 from whet.training.gaps import GapDetector
 from whet.training.metrics import scalar_metrics
+from whet.training.progress import State
 from whet.training.registered import RegisteredObjects
 from whet.training.restore import RestoredRun
 from whet.training.resume_verification import ResumeVerification

@@ -47,7 +47,7 @@ from whet.step.non_finite_guard import NonFiniteGuard
 from whet.step.optimizer_kernels import kernel_obstacle
 from whet.step.step import Stepper
 from whet.training import checks
-from whet.training.callback import Callback, CallbackList, State
+from whet.training.callback import Callback, CallbackList
 from whet.training.callbacks.basic import CoreContention, EarlyStopping, GarbageCollection, KeepAwake
 from whet.training.callbacks.checkpoint_schedule import CheckpointSchedule
 from whet.training.callbacks.device_cache import DeviceCache
@@ -62,6 +62,7 @@ from whet.training.optimizer_set import (
     config_for_optimizer,
     parameters_of_others,
 )
+from whet.training.progress import State
 from whet.training.restore import RestoredRun, with_earlier_inexactness
 from whet.training.resume import decide_resume, run_exists
 from whet.training.resume_verification import ResumeVerification, find_earlier

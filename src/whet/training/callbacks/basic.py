@@ -12,7 +12,8 @@ from whet.base import env
 from whet.base.process import gc_disabled
 from whet.device.contention import watch_contention
 from whet.step.step import Outcome
-from whet.training.callback import Action, Callback, State
+from whet.training.callback import Action, Callback
+from whet.training.progress import State
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext

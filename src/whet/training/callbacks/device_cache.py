@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from whet.base.units import GB, format_bytes, format_seconds
 from whet.step.step import Outcome
-from whet.training.callback import Action, Callback, State
+from whet.training.callback import Action, Callback
+from whet.training.progress import State
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext

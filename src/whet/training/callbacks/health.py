@@ -12,9 +12,10 @@ from typing import Any
 from whet.device.abstract import AbstractDevice
 from whet.machine.load import ProcessUsage, Usage
 from whet.step.step import Outcome
-from whet.training.callback import Action, Callback, State
+from whet.training.callback import Action, Callback
 from whet.training.callbacks.event_log import Recorder
 from whet.training.callbacks.thermal import ThermalPolicy
+from whet.training.progress import State
 
 
 class Health(Callback):

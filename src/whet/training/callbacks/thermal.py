@@ -17,9 +17,10 @@ from whet.machine.facts import PressureLevel, SystemState
 from whet.machine.pressure import ReadSystemState, SystemStateReader
 from whet.plan.plan import Plan
 from whet.step.step import Outcome
-from whet.training.callback import Action, Callback, State
+from whet.training.callback import Action, Callback
 from whet.training.callbacks.drift import Slowdown, SlowdownDetector
 from whet.training.callbacks.event_log import Recorder
+from whet.training.progress import State
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
