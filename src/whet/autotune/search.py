@@ -156,8 +156,8 @@ def _open_candidates(state: _SearchState, about: str) -> Iterator[PlanCandidate]
 def _may_win(state: _SearchState, candidate: PlanCandidate) -> bool:
     """Return False for a change that lost clearly, and for a micro-batch beyond one that lost."""
     # If the user compiles the model, every candidate is compiled.
-    is_compiled_here = state.best.plan.compile != state.base.plan.compile
-    if is_compiled_here and not _suits_compiled_code(state.best.plan, candidate):
+    is_compiled_by_search = state.best.plan.compile != state.base.plan.compile
+    if is_compiled_by_search and not _suits_compiled_code(state.best.plan, candidate):
         return False
     # Compiling the whole model fuses more kernels. Compiling its blocks is for models that take too long to compile.
     has_whole = state.best.plan.compile == "on" or state.speedups.get(frozenset([("compile", "on")]))

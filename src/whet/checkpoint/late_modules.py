@@ -53,7 +53,7 @@ def _can_be_made(module: nn.Module, cls: str) -> bool:
     return find_class(cls, nn.Module) is _own_class(module) and not has_hooks and all(map(has_encoding, plain))
 
 
-def fit_modules(
+def match_modules(
     model: nn.Module, saved: Mapping[str, Any], initial: Mapping[str, str] | None, structure: Mapping[str, Any]
 ) -> list[str]:
     """Add, replace and remove modules to match a saved model with the given structure.
@@ -121,7 +121,7 @@ def describe_ties(model: nn.Module) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def fit_ties(model: nn.Module, wanted: Sequence[Sequence[str]]) -> None:
+def match_ties(model: nn.Module, wanted: Sequence[Sequence[str]]) -> None:
     """Tie and untie the parameters of a model to match a saved model. Weights are copied afterward."""
     first_of = {name: names[0] for names in wanted for name in names}
     for names in describe_ties(model):

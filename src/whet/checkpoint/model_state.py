@@ -17,14 +17,14 @@ from whet.checkpoint.late_modules import (
     describe_changes,
     describe_classes,
     describe_ties,
-    fit_modules,
-    fit_ties,
+    match_modules,
+    match_ties,
     names_inside,
 )
 from whet.checkpoint.reparametrization import (
     Described,
     describe_reparametrizations,
-    fit_reparametrizations,
+    match_reparametrizations,
     reparametrized_names,
 )
 from whet.checkpoint.state_decoder import StateDecoder
@@ -124,7 +124,7 @@ def _unpruned(name: str, structure: Structure) -> str:
     return original if original != name and f"{original}_mask" in structure else name
 
 
-def fit_structure(
+def match_structure(
     saved: Mapping[str, Any], model: nn.Module, initial: InitialState | None, *, ignored: tuple[str, ...] = ()
 ) -> list[str]:
     """Add the modules, buffers, parametrizations and pruning of a saved model to a model with a matching structure.
@@ -136,16 +136,16 @@ def fit_structure(
     first, last, current = saved["initial"], saved["now"], describe_structure(model)
     classes = None if initial is None else initial.classes
     if current == last:
-        return fit_modules(model, saved["modules"], classes, last)
+        return match_modules(model, saved["modules"], classes, last)
     reference = current if initial is None else initial.structure
     for name in {**first, **last, **reference}:
         is_fixed = initial is not None or first.get(name, "") == last.get(name, "")
         fits = reference.get(name, "") in (first.get(name, ""), last.get(name, ""))
         if is_fixed and not fits and not name.startswith(ignored):
             return []
-    made = fit_modules(model, saved["modules"], classes, last)
-    made += fit_reparametrizations(model, saved["reparametrized"], last)
-    fit_ties(model, saved["ties"])
+    made = match_modules(model, saved["modules"], classes, last)
+    made += match_reparametrizations(model, saved["reparametrized"], last)
+    match_ties(model, saved["ties"])
     _fit_pruning(model, last)
     current = describe_structure(model)
     for name in {**current, **last}:
@@ -291,7 +291,7 @@ def _non_persistent(model: nn.Module) -> list[str]:
 
 
 def restore_extra(saved: Mapping[str, Any], model: nn.Module, decoder: StateDecoder, *, made: Collection[str]) -> None:
-    """Restore sparse tensors, the extra state of modules, and the attributes of modules added by `fit_structure`."""
+    """Restore sparse tensors, the extra state of modules, and the attributes of modules added by `match_structure`."""
     if made and "attributes" in saved:
         values = attributes.decode_attributes(saved["attributes"], decoder)
         for name in made:

@@ -60,7 +60,7 @@ def reparametrized_names(described: Mapping[str, Mapping[str, Any]]) -> Iterator
                 yield f"{start}{name}", f"{start}parametrizations.{name}."
 
 
-def fit_reparametrizations(
+def match_reparametrizations(
     model: nn.Module, wanted: Mapping[str, Mapping[str, Any]], structure: Mapping[str, Any]
 ) -> list[str]:
     """Add and remove reparametrizations so that a model matches the saved one.

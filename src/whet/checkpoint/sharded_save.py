@@ -101,12 +101,12 @@ def save_sharded(
     before anything is written. Return the size in bytes on rank 0, and 0 on all other ranks.
     """
     if exchange.rank == 0:
-        return _save_as_leader(folder, snapshot, step=step, exchange=exchange, turn=turn, check=check)
-    _save_as_follower(folder, snapshot, step=step, exchange=exchange, turn=turn)
+        return _save_on_rank_zero(folder, snapshot, step=step, exchange=exchange, turn=turn, check=check)
+    _save_on_other_rank(folder, snapshot, step=step, exchange=exchange, turn=turn)
     return 0
 
 
-def _save_as_leader(
+def _save_on_rank_zero(
     folder: Path, snapshot: Snapshot, *, step: int, exchange: RankExchange, turn: int, check: Callable[[], None]
 ) -> int:
     num_bytes = 0
@@ -138,7 +138,7 @@ def _save_as_leader(
     return num_bytes
 
 
-def _save_as_follower(folder: Path, snapshot: Snapshot, *, step: int, exchange: RankExchange, turn: int) -> None:
+def _save_on_other_rank(folder: Path, snapshot: Snapshot, *, step: int, exchange: RankExchange, turn: int) -> None:
     rank = exchange.rank
     draft = _wait_for(exchange, f"{turn}/draft").draft
     assert draft is not None

@@ -13,8 +13,8 @@ from whet.base.units import format_list
 from whet.checkpoint.model_state import (
     InitialState,
     expanded_copy,
-    fit_structure,
     is_plain,
+    match_structure,
     replace_buffer,
     restore_extra,
     restore_flags_and_attributes,
@@ -146,7 +146,7 @@ def restore_model(
         memory = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_memory", False))
     facts, made = snapshot.facts.get("model"), []
     if facts is not None:
-        made = fit_structure(facts["structure"], model, initial, ignored=memory)
+        made = match_structure(facts["structure"], model, initial, ignored=memory)
     targets = {name: tensor for name, tensor in named_tensors(model) if is_plain(tensor)}
     if memory:
         targets = {name: tensor for name, tensor in targets.items() if not name.startswith(memory)}

@@ -117,12 +117,12 @@ class ReplicatedStrategy(ParallelStrategy):
                 )
                 self._parameters = [p for p in self._model.parameters() if p.requires_grad]
                 if not self._finds_unused:
-                    self._settle_buckets(self._wrapped)
+                    self._rebuild_buckets(self._wrapped)
             # At a step without unused parameters, DDP warns that the search is unnecessary. Later steps may need it.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         return self._wrapped
 
-    def _settle_buckets(self, ddp: DistributedDataParallel) -> None:
+    def _rebuild_buckets(self, ddp: DistributedDataParallel) -> None:
         """Run a backward pass with zero gradients, because DDP rebuilds its buckets after the first one.
 
         Otherwise, the first step after a resume would round differently from the same step of an uninterrupted run.

@@ -112,7 +112,7 @@ def estimate_speed(plan: Plan) -> SpeedEstimate | None:
     speed = device_speed(plan.machine, device, precision=plan.precision, threads=plan.threads)
     if speed is None:
         return None
-    workload, share = plan.workload, plan.workload.share
+    workload, share = plan.workload, plan.workload.samples_per_rank
     # If the memory of a sample is unknown, the run measures it first, and usually does not split the batch.
     parts = 1 if workload.activation_bytes is None else math.ceil(share / plan.micro_batch)
     half = 0.5 if plan.precision in _HALF else 1.0

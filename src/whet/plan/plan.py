@@ -62,7 +62,7 @@ class Plan(FrozenModel, SettingValues):
     @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step in each process. Not a setting, because it follows from the micro-batch."""
-        return -(-self.workload.share // self.micro_batch)
+        return -(-self.workload.samples_per_rank // self.micro_batch)
 
 
 def make_plan(
@@ -145,7 +145,7 @@ def with_smaller_micro_batch(plan: Plan, at_most: int, *, reason: str, problem: 
 
     `reason` is the reason of the new setting, and `problem` is recorded as its evidence.
     """
-    share = plan.workload.share
+    share = plan.workload.samples_per_rank
     # Split evenly: for 100 samples and at most 40, three parts of 34 use less memory than 40 + 40 + 20.
     num_parts = -(-share // at_most)
     micro = -(-share // num_parts)

@@ -129,7 +129,7 @@ class Workload(FrozenModel):
         return "BatchNorm's statistics depend on the whole batch" if self.has_batchnorm else self.split_obstacle
 
     @property
-    def share(self) -> int:
+    def samples_per_rank(self) -> int:
         """Maximum number of samples of a global batch per process."""
         return -(-self.global_batch_size // self.world_size)
 

@@ -54,7 +54,7 @@ def read_result(run: Path) -> RunResult:
     )
 
 
-def unsteady_metrics(one: RunResult, other: RunResult) -> set[str]:
+def nondeterministic_metrics(one: RunResult, other: RunResult) -> set[str]:
     """Return the names of metrics that differ between two uninterrupted runs, such as durations."""
     keys = one.metrics.keys() | other.metrics.keys()
     return {key[1] for key in keys if not _is_same(one.metrics.get(key), other.metrics.get(key))}

@@ -156,11 +156,11 @@ class _ProofRun:
         return self._fresh
 
     def _compare_uninterrupted(self, runner: ProofRunner, whole: Path, second: Path) -> ProofDifference | None:
-        from whet.prove.compare import first_difference, read_result, unsteady_metrics
+        from whet.prove.compare import first_difference, nondeterministic_metrics, read_result
 
         expected, again = read_result(whole), read_result(second)
         runner.expected = expected
-        runner.ignored_metrics = unsteady_metrics(expected, again)
+        runner.ignored_metrics = nondeterministic_metrics(expected, again)
         self._steps = len(expected.losses)
         return first_difference(expected, again, ignored_metrics=runner.ignored_metrics)
 

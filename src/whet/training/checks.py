@@ -293,7 +293,7 @@ def check_whet_norms(plan: Plan) -> None:
 
 def check_micro_batch(plan: Plan, training: TrainingConfig) -> None:
     """Raise UsageError if the user's micro_batch would change BatchNorm statistics and split_batch=True is not set."""
-    micro, share = plan.overrides.get("micro_batch"), plan.workload.share
+    micro, share = plan.overrides.get("micro_batch"), plan.workload.samples_per_rank
     if not plan.workload.has_batchnorm or training.split_batch is True or not isinstance(micro, int) or micro >= share:
         return
     raise UsageError(

@@ -248,28 +248,30 @@ def check_plateau_goal(training: TrainingConfig, *, goal: str | None, mode: str)
         )
 
 
-def _interval_of(scheduler: LRScheduler, asked: str) -> Interval:
+def _interval_of(scheduler: LRScheduler, requested: str) -> Interval:
     """Return when a scheduler is stepped. Raise UsageError if that is unknown or contradicts the scheduler's class."""
     name = type(scheduler).__name__
     if isinstance(scheduler, ReduceLROnPlateau):
-        if asked != "auto":
+        if requested != "auto":
             raise UsageError(
                 f"{name} is stepped at each evaluation",
-                got=f"schedule_interval={asked!r}",
+                got=f"schedule_interval={requested!r}",
                 try_="no schedule_interval, and eval_every=N for the steps between evaluations",
             )
         return "evaluation"
     per_step = [type(part).__name__ for part in _parts(scheduler) if isinstance(part, _PER_STEP)]
     if per_step:
-        if asked == "epoch":
+        if requested == "epoch":
             hint = 'schedule_interval="step"'
-            raise UsageError(f"{per_step[0]} is stepped after each step", got=f"schedule_interval={asked!r}", try_=hint)
+            raise UsageError(
+                f"{per_step[0]} is stepped after each step", got=f"schedule_interval={requested!r}", try_=hint
+            )
         return "step"
-    if asked == "auto":
+    if requested == "auto":
         # A wrong guess would train with wrong rates, without any error.
         raise UsageError(
             f"{name} needs a schedule_interval",
             got="no schedule_interval",
             try_='schedule_interval="step" or schedule_interval="epoch", as in your own loop',
         )
-    return "step" if asked == "step" else "epoch"
+    return "step" if requested == "step" else "epoch"

@@ -88,7 +88,7 @@ class StateWalk:
     """Recorded references, as pairs of a name and the id of its object."""
     _written: dict[str, Any] = field(default_factory=dict)
     """Write-only files by name, usually logs."""
-    _asks_positions: bool = False
+    _uses_positions: bool = False
     """Whether any visited function uses `tell` or `seek`."""
 
     def walk(self, value: Any, name: str, depth: int = 0) -> None:
@@ -136,7 +136,7 @@ class StateWalk:
 
     def finish(self) -> dict[str, bytes]:
         """Record the positions of write-only files if any code uses positions, and return all hashes."""
-        for name, file in self._written.items() if self._asks_positions else ():
+        for name, file in self._written.items() if self._uses_positions else ():
             try:
                 self._record(name, str(file.tell()).encode())
             except (OSError, ValueError):
@@ -159,7 +159,7 @@ class StateWalk:
         elif isinstance(value, weakref.ReferenceType):
             yield f"{name}()", value()
         elif isinstance(value, FUNCTIONS):
-            self._asks_positions = self._asks_positions or refers_to(value, _POSITION_NAMES)
+            self._uses_positions = self._uses_positions or refers_to(value, _POSITION_NAMES)
             yield from function_references(value, name) if self.follows_code else ()
         elif isinstance(value, types.GeneratorType):
             frame = value.gi_frame

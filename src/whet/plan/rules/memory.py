@@ -67,7 +67,7 @@ def choose_activation_checkpointing(context: RuleContext) -> Decision:
     """
     workload, limit = context.workload, _limit_bytes(context)
     # The smallest allowed micro-batch. A model with BatchNorm must not be split.
-    least = workload.share if workload.whole_batch_reason else 1
+    least = workload.samples_per_rank if workload.whole_batch_reason else 1
     needed = _needed_bytes(context, least)
     evidence = {"smallest_step_bytes": needed, "limit_bytes": limit}
     if needed is None or limit is None:
@@ -96,7 +96,7 @@ def choose_micro_batch(context: RuleContext) -> Decision:
     Sources: pytorch/pytorch#177116, #183535.
     """
     workload, limit = context.workload, _limit_bytes(context)
-    whole = workload.share
+    whole = workload.samples_per_rank
     needed = _needed_bytes(context, whole)
     evidence: dict[str, int | None] = {"limit_bytes": limit, "whole_batch_bytes": needed}
     if workload.world_size > 1:

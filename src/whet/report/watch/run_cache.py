@@ -93,7 +93,7 @@ class RunCache:
     def __init__(self, listing: RunListing) -> None:
         self._listing = listing
         self._runs: OrderedDict[str, CachedRun] = OrderedDict()
-        self._guard = threading.Lock()
+        self._table_lock = threading.Lock()
         self._salt = secrets.token_bytes(8)
 
     def folder(self, run: str) -> Path:
@@ -155,7 +155,7 @@ class RunCache:
     def _opened(self, run: str) -> Iterator[CachedRun]:
         folder = self.folder(run)
         # The guard protects only the table. Each run has its own lock, so that a slow run does not block the others.
-        with self._guard:
+        with self._table_lock:
             cached = self._runs.get(run) or CachedRun(folder)
             self._runs[run] = cached
             self._runs.move_to_end(run)
@@ -172,7 +172,7 @@ class RunCache:
 
     def _evict(self) -> None:
         """Drop the least recently used runs until the others are within the limits."""
-        with self._guard:
+        with self._table_lock:
             while len(self._runs) > 1 and (
                 len(self._runs) > _MAX_RUNS or sum(run.num_blocks for run in self._runs.values()) > _MAX_BLOCKS
             ):
