@@ -9,7 +9,8 @@ from playwright.sync_api import Browser, expect
 
 from paths import ROOT
 
-pytestmark = pytest.mark.browser
+# Building the site takes longest; tests/docs/test_site.py checks its links and what it loads in the gate.
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from browser_server import (
     start_server,
 )
 from browser_visit import DESK, PHONE, Visit
+from tiny_bert import write_rows
 from whet.report.watch.terminal import BoardReader, TerminalArea, board_rows, render_board
 from whet.run.folder import EVENTS_FILE
 
@@ -32,6 +33,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.browser]
 IS_FOR_SHOW = "WHET_FOR_SHOW" in os.environ
 """With this variable: full trainings after a real measurement, for screenshots in the docs. Else a short one."""
 SMALL = ("arch.hidden_size=32", "arch.layers=1", "max_steps=120", "eval_every=40")
+SMALL += ("data=rows.jsonl", "epochs=20")
+"""A few made texts: reading the embedded ones takes seconds."""
 WORDS = ("checkpoint_steps=300", "threads=1") if IS_FOR_SHOW else (*SMALL, "threads=1")
 KILLED_AT, SHOWN_AT, NUM_STEPS = 700, 850, "1,650" if IS_FOR_SHOW else "120"
 """For screenshots the training is killed once and resumes from step 600, before the page is shown."""
@@ -121,6 +124,7 @@ class Stage:
 def stage(browser: Browser, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("stage")
     (folder / "runs").mkdir()
+    write_rows(folder / "rows.jsonl", num_rows=300)
     server, logged = start_server(folder)
     made = Stage(folder=folder, browser=browser, pictures=pictures, server=server, logged=logged)
     if IS_FOR_SHOW:
@@ -395,7 +399,13 @@ def test_a_search_below_the_runs_is_mentioned_as_it_comes(stage: Stage) -> None:
     expect(visit.page.locator(".group")).to_have_count(0)
 
 
-@pytest.mark.parametrize(("scheme", "size"), [("light", PHONE), ("dark", DESK)], ids=["phone light", "desk dark"])
+@pytest.mark.parametrize(
+    ("scheme", "size"),
+    [
+        pytest.param("light", PHONE, id="phone light"),
+        pytest.param("dark", DESK, id="desk dark", marks=pytest.mark.slow),
+    ],
+)
 def test_it_is_readable_on_a_phone_and_at_night(
     stage: Stage, sibling: Path, scheme: str, size: tuple[int, int]
 ) -> None:
@@ -420,7 +430,10 @@ def test_it_is_readable_on_a_phone_and_at_night(
     assert seen == {"runs": ([], {}), "compare": ([], {}), "run": ([], {})}
 
 
-@pytest.mark.parametrize("name", ["text-002", EVIL_NAME], ids=["real", "evil"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("text-002", id="real", marks=pytest.mark.slow), pytest.param(EVIL_NAME, id="evil")],
+)
 def test_a_report_opens_from_a_file_without_a_network(stage: Stage, sibling: Path, name: str) -> None:
     if not (stage.runs / name).exists():
         make_evil(stage.runs)

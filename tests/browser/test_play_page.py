@@ -14,6 +14,8 @@ from browser_visit import DESK, PHONE, Visit
 
 pytestmark = [pytest.mark.torch, pytest.mark.browser]
 
+AGAIN_MS = 3_100
+
 
 @dataclass
 class Club:
@@ -150,7 +152,7 @@ def test_red_is_answered_first_and_may_swap(club: Club) -> None:
     expect(page.locator(".suggestions li")).to_have_count(6)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_a_phone_shows_everything(club: Club, scheme: str) -> None:
     visit = club.visit(size=PHONE, scheme=scheme, game="#13-blue,a2.g7.h6.f9.e5.d10")
     page = visit.page
@@ -189,12 +191,19 @@ def test_a_failed_request_is_repeated(club: Club) -> None:
 
     page.route("**/api/about", lambda route: route.abort(), times=1)
     page.route("**/api/game*", fail_twice)
+    page.clock.install()
     page.goto("about:blank")
     page.goto(club.logged["url"])
     expect(page.get_by_text("Failed to fetch")).to_be_visible()
+    page.clock.fast_forward(AGAIN_MS)
+    while not asked:
+        page.wait_for_timeout(50)
+    expect(page.get_by_text("Failed to fetch")).to_be_visible()
+    page.clock.fast_forward(AGAIN_MS)
     expect(page.locator(".standing")).to_contain_text("blue to move")
     page.locator('[data-cell="a1"]').click()
     expect(page.get_by_text("Failed to fetch")).to_be_visible()
+    page.clock.fast_forward(AGAIN_MS)
     expect(page.locator(".standing")).to_contain_text("blue to move")
     assert stones(page, "blue") + stones(page, "red") == 2
     visit.faults.clear()  # Errors that the browser logged for failed requests.
