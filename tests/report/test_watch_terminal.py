@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from hostile_names import create_renamed_run
 from paths import Run as RunWhet
 from pseudo_terminal import PseudoTerminal
+from whet.cli.main import run as run_command
 from whet.report.text_chart import sparkline
 from whet.report.watch import terminal as terminal_module
 from whet.report.watch.terminal import BoardReader, TerminalArea, board_rows, render_board
@@ -94,18 +95,26 @@ def test_without_a_terminal_it_prints_plain_lines_once(whet: RunWhet, tmp_path: 
     assert "no runs in runs/none" in wrong.stdout
 
 
-def test_a_search_below_the_runs_is_mentioned(tmp_path: Path, whet: RunWhet) -> None:
+def test_a_search_below_the_runs_is_mentioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def watched(*words: str) -> str:
+        assert run_command(["watch", *words, "--once"]) == 0
+        return capfd.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     for number in range(7):
         make(tmp_path / "runs" / "my search" / f"trial-{number}", steps=1)
     logged = "runs/my search contains 7 more: whet watch 'runs/my search' --terminal"
-    alone = whet("watch", "--once").stdout.splitlines()
+    alone = watched().splitlines()
     assert [line.strip() for line in alone] == ["no runs in runs itself", logged]
     make(tmp_path / "runs" / "text-001")
-    assert logged in whet("watch", "--once").stdout
-    assert "more" not in whet("watch", "runs/text-001", "--once").stdout
+    assert logged in watched()
+    assert "more" not in watched("runs/text-001")
     for number in range(4):
         make(tmp_path / "runs" / f"search-{number}" / "trial-0", steps=1)
-    assert "and 2 more such folders" in whet("watch", "--once").stdout
+    assert "and 2 more such folders" in watched()
 
 
 @pytest.mark.parametrize("unicode", [True, False], ids=["unicode", "ascii"])

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from paths import ROOT, SUPPORT, ReportCount, Run
 from planted_texts import clean_rows, clean_table, planted_table, row
 from whet.base.errors import UsageError
+from whet.cli.main import run
 from whet.recipes.text.data_report import row_index
 from whet.recipes.text.data_report.inspector import DatasetInspector
 from whet.recipes.text.data_report.label_checks import misspelled
@@ -21,12 +23,25 @@ from whet.recipes.text.data_report.report import DEFECT_KINDS, DataReport, serio
 from whet.recipes.text.data_report.row_index import TEST, TRAIN, VAL, TextHashes
 from whet.recipes.text.readers.samples import ColumnOverrides
 
+Whet = Callable[..., subprocess.CompletedProcess[str]]
 BROKEN_TORCH = SUPPORT / "broken_torch"
 NOT_IN_CSV = {"not-a-row", "group-leak"}
 
 
 def kinds_of(report: DataReport) -> dict[str, int]:
     return {finding.kind: finding.count for finding in report.findings}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Whet:
+    """Run `whet ARGUMENTS` in an empty folder and in this process; one command of this file is a process of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_here(*words: str) -> subprocess.CompletedProcess[str]:
+        code = run([*words])
+        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
+
+    return run_here
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +146,9 @@ def test_too_many_labels_are_rejected(tmp_path: Path, monkeypatch: pytest.Monkey
 # --- clean copies ----------------------------------------------------------------------------------------------------
 
 
-def test_a_clean_copy_has_no_defects_and_lists_every_change(planted: Path, tmp_path: Path, whet: Run) -> None:
+def test_a_clean_copy_has_no_defects_and_lists_every_change(planted: Path, tmp_path: Path, here: Whet) -> None:
     before = {file.name: file.read_bytes() for file in planted.iterdir()}
-    done = whet("data", "text", str(planted), "--fix", "--out", "clean", "--json")
+    done = here("data", "text", str(planted), "--fix", "--out", "clean", "--json")
     assert done.returncode == 0, done.stderr
     fixed = json.loads(done.stdout)["fixed"]
     left = {kind for kind, what in DEFECT_KINDS.items() if what.action == "left"}
@@ -149,24 +164,24 @@ def test_a_clean_copy_has_no_defects_and_lists_every_change(planted: Path, tmp_p
     untouched = set(b"".join(clean_table().lines["train"]).splitlines()) - kept
     assert len(untouched) <= 12, "rows without a defect stay as they are"
 
-    again = whet("data", "text", str(planted), "--fix", "--out", "clean")
+    again = here("data", "text", str(planted), "--fix", "--out", "clean")
     assert again.returncode == 2
     assert "exists" in again.stderr
 
 
-def test_one_file_is_copied_to_one_file_and_kinds_can_be_left(tmp_path: Path, whet: Run) -> None:
+def test_one_file_is_copied_to_one_file_and_kinds_can_be_left(tmp_path: Path, here: Whet) -> None:
     rows = clean_rows(50)
     more = [b'"Needlessly quoted","sport"', row("A <br/> new text", "sport")]
     text = b"\n".join([b"text,label", *(row(*one) for one in rows), row(*rows[0]), *more])
     (tmp_path / "rows.csv").write_bytes(text)
-    done = whet("data", "text", "rows.csv", "--fix", "--out", "out/clean.csv", "--leave", "html", "--strict")
+    done = here("data", "text", "rows.csv", "--fix", "--out", "out/clean.csv", "--leave", "html", "--strict")
     assert done.returncode == 1, "strict: something was found"
     expected = [b"text,label", *(row(*one) for one in rows), *more]
     assert (tmp_path / "out" / "clean.csv").read_bytes() == b"\n".join(expected) + b"\n"
     (entry,) = (tmp_path / "out" / "clean.removed.jsonl").read_text().splitlines()
     assert json.loads(entry)["other"] == "rows.csv:2"
     for leave, reported in (("htm", "no such kind"), ("truncated", "cannot be kept")):
-        refused = whet("data", "text", "rows.csv", "--fix", "--out", "other.csv", "--leave", leave)
+        refused = here("data", "text", "rows.csv", "--fix", "--out", "other.csv", "--leave", leave)
         assert refused.returncode == 2
         assert reported in refused.stderr
     assert not (tmp_path / "other.csv").exists()
@@ -198,7 +213,7 @@ def test_the_command_needs_no_torch_and_shows_a_few_rows(planted: Path, whet: Ru
     assert len(done.stdout.splitlines()) < 5 + 4 * len(DEFECT_KINDS)
 
 
-def test_the_docs_page_is_true(tmp_path: Path, whet: Run) -> None:
+def test_the_docs_page_is_true(tmp_path: Path, here: Whet) -> None:
     page = (ROOT / "docs" / "text-data.md").read_text()
     commands = [shlex.split(words, comments=True) for words in re.findall(r"^\$ whet (.*)$", page, re.MULTILINE)]
     assert len(commands) == 6
@@ -206,19 +221,19 @@ def test_the_docs_page_is_true(tmp_path: Path, whet: Run) -> None:
     (tmp_path / "reviews.csv").write_bytes(b"\n".join(lines))
     for words in commands:
         if words[0] == "data":
-            done = whet(*words)
+            done = here(*words)
             assert done.returncode == 0, done.stderr
     listed = dict(re.findall(r"^\| `([a-z0-9-]+)`(?: !)? \| (.*?) \| ", page, re.MULTILINE))
     assert listed == {kind: what.description for kind, what in DEFECT_KINDS.items()}
 
 
-def test_column_options_and_unknown_columns(tmp_path: Path, whet: Run) -> None:
+def test_column_options_and_unknown_columns(tmp_path: Path, here: Whet) -> None:
     (tmp_path / "rows.csv").write_text("words,kind\na b,x\nc d,y\n")
-    assert "has no text column" in whet("data", "text", "rows.csv").stderr
-    done = whet("data", "text", "rows.csv", "text_column=words", "label_column=kind")
+    assert "has no text column" in here("data", "text", "rows.csv").stderr
+    done = here("data", "text", "rows.csv", "text_column=words", "label_column=kind")
     assert done.returncode == 0, done.stderr
     assert "text = words, label = kind" in done.stdout
-    assert whet("data", "text", "nowhere.csv").returncode == 2
+    assert here("data", "text", "nowhere.csv").returncode == 2
 
 
 def test_serious_findings_take_at_most_three_lines(planted: Path) -> None:
@@ -231,6 +246,7 @@ def test_serious_findings_take_at_most_three_lines(planted: Path) -> None:
 # --- real data -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_findings_in_real_datasets() -> None:
     folder = os.environ.get("WHET_TEST_DATA")
     if not folder:
@@ -256,6 +272,7 @@ def test_findings_in_real_datasets() -> None:
     }
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """Twelve thousand long rows, 15 MB of text, of which only a few numbers per row are kept."""
     line = "the quick river meets the slow lamp again and again " * 24
