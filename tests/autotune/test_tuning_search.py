@@ -108,7 +108,7 @@ NOISES = {"gaussian": gaussian(0.04), "heavy tails": heavy_tailed, "drift": drif
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_at_most_one_false_claim_in_200_simulated_null_searches(noise: str, report_count: ReportCount) -> None:
-    claims, searches = 0, amount(40, 200)
+    claims, searches = 0, amount(20, 200)
     for seed in range(searches):
         bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, noise=NOISES[noise], seed=seed)
         actual = search(PLAN, bench, budget_seconds=30, seed=seed)

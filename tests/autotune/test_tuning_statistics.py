@@ -46,7 +46,7 @@ def duel_of(noise: Noise, seed: int, *, gain: float = 0.0, seconds: float = 0.05
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_at_most_one_false_claim_in_200_simulated_null_comparisons(noise: str, report_count: ReportCount) -> None:
-    comparisons = amount(200, 1000)
+    comparisons = amount(100, 1000)
     claims = sum(duel_of(NOISES[noise], seed)[0] == "faster" for seed in range(comparisons))
     report_count(f"{noise}: {claims} false claims in {comparisons} comparisons between equals")
     assert claims <= comparisons / 200

@@ -58,8 +58,18 @@ def plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, tuple) and not hasattr(value, "_fields") else value
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", DATA)
+IN_GATE = ("a named tuple", "a dataclass", "boxes")
+"""With workers and with a kill; in this process all are read."""
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        pytest.param(name, workers, marks=pytest.mark.slow) if workers and name not in IN_GATE else (name, workers)
+        for workers in (0, 2)
+        for name in DATA
+    ],
+)
 def test_a_batch_has_the_structure_of_its_samples(name: str, workers: int) -> None:
     sample, expected = DATA[name]
     seen = run_batches(Samples(sample), global_batch_size=6, workers=workers)
@@ -68,13 +78,15 @@ def test_a_batch_has_the_structure_of_its_samples(name: str, workers: int) -> No
     assert not any(found), next(filter(None, found))
 
 
-@pytest.mark.parametrize("name", DATA)
-def test_a_killed_run_sees_the_same_samples(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name if name in IN_GATE else pytest.param(name, marks=pytest.mark.slow) for name in DATA]
+)
+def test_a_killed_run_sees_the_same_samples(name: str, memory_folder: Path) -> None:
     def data() -> Samples:
         return Samples(DATA[name][0])
 
     whole = run_batches(data(), global_batch_size=6)
-    resumed = resumed_batches(data, tmp_path / "run", kill=6, global_batch_size=6)
+    resumed = resumed_batches(data, memory_folder / "run", kill=6, global_batch_size=6)
     assert resumed.ids == whole.ids[4:]
     assert torch.equal(resumed.weights, whole.weights)
     assert resumed.exactness.startswith(CUSTOM_LOOP)

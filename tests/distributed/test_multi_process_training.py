@@ -20,7 +20,6 @@ pytestmark = pytest.mark.torch
 
 JOB = SUPPORT / "rank_training_job.py"
 RECIPES = ("text", "chat", "hex")
-OWN = ("own", "own-sharded", "own-compiled", "own-sharded-compiled")
 SHARDED = tuple(f"{name}-sharded" for name in RECIPES)
 
 Together = Callable[..., None]
@@ -62,10 +61,16 @@ def together(fork_server: ForkServer, folder: Path) -> Together:
 
 @pytest.fixture(scope="module")
 def trained(together: Together, folder: Path) -> Path:
-    """Run everything once with one process and once with two."""
-    together(("gradients", "left out", "evaluation", "draws", "bad numbers", *RECIPES), 1)
-    together(("gradients", "left out", "evaluation", "draws", "bad numbers", *RECIPES, *SHARDED), 2)
+    """Run the scenes of the gate once with one process and once with two."""
+    together(("gradients", "left out", "evaluation", "draws", "bad numbers", "text"), 1)
+    together(("gradients", "left out", "evaluation", "draws", "bad numbers", "text", "text-sharded"), 2)
     return folder
+
+
+@pytest.fixture(scope="module")
+def other_recipes(together: Together, folder: Path) -> None:
+    together(RECIPES[1:], 1)
+    together((*RECIPES[1:], *SHARDED[1:]), 2)
 
 
 def tensors(folder: Path, name: str, size: int) -> dict[str, torch.Tensor]:
@@ -117,12 +122,28 @@ def test_parameters_that_some_steps_leave_out_have_the_gradients_of_one_process(
 @pytest.fixture(scope="module")
 def own(together: Together, folder: Path) -> Path:
     together(("own", "own-choice"), 1)
-    together(OWN, 2)
+    together(("own", "own-sharded-compiled"), 2)
     return folder
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_ranks_run_a_user_s_model_fused_compiled_and_sharded_like_one_process(own: Path, name: str) -> None:
+@pytest.fixture(scope="module")
+def other_own(together: Together, own: Path) -> None:
+    together(("own-sharded", "own-compiled"), 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "own",
+        "own-sharded-compiled",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("own-sharded", "own-compiled")),
+    ],
+)
+def test_ranks_run_a_user_s_model_fused_compiled_and_sharded_like_one_process(
+    own: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    if name in ("own-sharded", "own-compiled"):
+        request.getfixturevalue("other_own")
     alone = tensors(own, "own-choice" if "sharded" in name else "own", 1)
     assert distance(tensors(own, name, 2), alone) < 1e-6
     for rank in range(2):
@@ -133,8 +154,14 @@ def test_ranks_run_a_user_s_model_fused_compiled_and_sharded_like_one_process(ow
         assert (ran["graphs"] > 0) == ("compiled" in name)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_replicated_and_sharded_weights_are_those_of_one_process(trained: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["text", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name != "text")]
+)
+def test_replicated_and_sharded_weights_are_those_of_one_process(
+    trained: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    if name != "text":
+        request.getfixturevalue("other_recipes")
     one = tensors(trained, name, 1)
     for kind in (name, f"{name}-sharded"):
         assert distance(tensors(trained, kind, 2), one) < 1e-5
@@ -167,7 +194,10 @@ def test_processes_draw_differently_and_the_same_again(trained: Path) -> None:
     assert len({*first, *second}) == 8
 
 
-@pytest.mark.parametrize("fault", ["averaged", "own weights", "stand-ins count"])
+@pytest.mark.parametrize(
+    "fault",
+    ["averaged", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("own weights", "stand-ins count"))],
+)
 def test_a_wrong_sum_is_found(trained: Path, together: Together, tmp_path: Path, fault: str) -> None:
     together(("gradients",), 2, fault=fault, out=tmp_path)
     assert largest(tensors(tmp_path, "gradients", 2), tensors(trained, "gradients", 1)) > 1e-3
@@ -178,6 +208,7 @@ def test_a_zero_gradient_that_no_rank_has_is_detected(trained: Path, together: T
     assert tensors(tmp_path, "left out", 2).keys() > tensors(trained, "left out", 1).keys()
 
 
+@pytest.mark.slow
 def test_a_sample_that_is_seen_twice_is_found(together: Together, tmp_path: Path) -> None:
     together(("evaluation",), 2, fault="everybody sees all", out=tmp_path)
     assert numbers(tmp_path, "evaluation", 2)[0]["seen"] == 14

@@ -110,19 +110,19 @@ def test_torch_is_silenced_before_the_recipe_imports_it(whet: Run, tmp_path: Pat
     assert "ERROR" in ended.stderr
 
 
-def test_puzzles_self_play_and_two_launchers_are_refused(whet: Run) -> None:
-    ended = whet("train", "puzzle", "--nproc", "2", "--device", "cpu")
+def test_puzzles_self_play_and_two_launchers_are_refused(warm_whet: Run) -> None:
+    ended = warm_whet("train", "puzzle", "--nproc", "2", "--device", "cpu")
     assert (ended.returncode, "keeps its puzzle" in ended.stderr) == (2, True)
-    ended = whet("train", "hex", "selfplay=True", "--nproc", "2", "--device", "cpu")
+    ended = warm_whet("train", "hex", "selfplay=True", "--nproc", "2", "--device", "cpu")
     assert (ended.returncode, "self-play runs in one process" in ended.stderr) == (2, True)
     first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0"}
-    ended = whet("train", "text", "--nproc", "2", "--device", "cpu", **first)
+    ended = warm_whet("train", "text", "--nproc", "2", "--device", "cpu", **first)
     assert (ended.returncode, "already started the processes" in ended.stderr) == (2, True)
 
 
-def test_more_processes_than_samples_or_than_the_memory_holds_are_refused(whet: Run) -> None:
+def test_more_processes_than_samples_or_than_the_memory_holds_are_refused(warm_whet: Run) -> None:
     """Checked before any process starts: a thousand would exhaust the machine."""
-    ended = whet("train", "text", "--nproc", "1000", "--device", "cpu")
+    ended = warm_whet("train", "text", "--nproc", "1000", "--device", "cpu")
     assert (ended.returncode, "1000 processes, global_batch_size=32" in ended.stderr) == (2, True)
     with pytest.raises(UsageError, match="more processes than samples") as refused:
         ranks._check_process_count(3, 1, global_batch_size=2)
@@ -132,9 +132,9 @@ def test_more_processes_than_samples_or_than_the_memory_holds_are_refused(whet: 
         ranks._check_process_count(10**6, 10**6, global_batch_size=10**7)
 
 
-def test_a_restart_needs_a_run_folder(whet: Run) -> None:
+def test_a_restart_needs_a_run_folder(warm_whet: Run) -> None:
     first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    ended = whet("train", "text", "--device", "cpu", **first)
+    ended = warm_whet("train", "text", "--device", "cpu", **first)
     assert (ended.returncode, "--run-dir DIR" in ended.stderr) == (2, True)
 
 

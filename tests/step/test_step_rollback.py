@@ -119,24 +119,44 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("every", [59, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-@pytest.mark.parametrize("micro_batch", [16, 4], ids=["whole", "cut"])
-@pytest.mark.parametrize("make_optimizer", [None, loop_adamw, adafactor], ids=["fused", "loop", "adafactor"])
-@pytest.mark.parametrize("step", [1, 2, 4], ids=["first", "second", "last"])
+STEPS = {"first": 1, "second": 2, "last": 4}
+OPTIMIZERS = {"fused": None, "loop": loop_adamw, "adafactor": adafactor}
+CUTS = {"whole": 16, "cut": 4}
+IN_GATE = {("first", "loop", "whole"), ("second", "adafactor", "whole"), ("last", "fused", "cut")}
+"""Each step, optimizer and split, at some operators."""
+
+
+@pytest.mark.parametrize(
+    ("step", "make_optimizer", "micro_batch", "every"),
+    [
+        pytest.param(
+            STEPS[step],
+            OPTIMIZERS[optimizer],
+            CUTS[cut],
+            every,
+            id=f"{step}-{optimizer}-{cut}-{'some' if every > 1 else 'all'}",
+            marks=[] if every > 1 and (step, optimizer, cut) in IN_GATE else [pytest.mark.slow],
+        )
+        for every in (59, 1)
+        for step in STEPS
+        for optimizer in OPTIMIZERS
+        for cut in CUTS
+    ],
+)
 def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_repeated_exactly(
-    tmp_path: Path, report_count: ReportCount, step: int, make_optimizer: Any, micro_batch: int, every: int
+    memory_folder: Path, report_count: ReportCount, step: int, make_optimizer: Any, micro_batch: int, every: int
 ) -> None:
     overrides = {"micro_batch": micro_batch, "threads": 1}
     options = {"make_optimizer": make_optimizer, "fails_in_step": step, "overrides": overrides, "split_batch": True}
-    whole, count, samples = train_once(tmp_path / "whole", **options)
+    whole, count, samples = train_once(memory_folder / "whole", **options)
     points = range(1 + step % every, count + 1, every)
     for at in points:
-        state, _, seen = train_once(tmp_path / f"at-{at}", at=at, **options)
+        state, _, seen = train_once(memory_folder / f"at-{at}", at=at, **options)
         assert seen == samples, f"at operator {at}"
         different = [name for name in whole if not torch.equal(whole[name], state[name])]
         assert state.keys() == whole.keys()
         assert not different, f"at operator {at} of {count}: {different}"
-        logged = [event.step for event in read_events(open_run(tmp_path / f"at-{at}"), kinds=("oom",))]
+        logged = [event.step for event in read_events(open_run(memory_folder / f"at-{at}"), kinds=("oom",))]
         assert logged in ([step], [] if RunsOut.is_inspecting else [step]), f"at operator {at}"
     report_count(f"out of memory at {len(points)} of {count} operators")
 
@@ -152,7 +172,7 @@ def test_the_comparison_can_fail_simulated(tmp_path: Path, monkeypatch: pytest.M
     assert any(not torch.equal(whole[name], state[name]) for name in whole)
 
 
-@pytest.mark.parametrize("name", ["convnet", "tokens"])
+@pytest.mark.parametrize("name", [pytest.param("convnet", marks=pytest.mark.slow), "tokens"])
 def test_half_the_micro_batch_is_the_same_training_simulated(tmp_path: Path, name: str) -> None:
     """Out of memory twice in one step: a smaller micro-batch, the same samples, equal weights to rounding."""
     finals, seen = [], []

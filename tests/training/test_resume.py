@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(
 
 def test_two_interrupts_stop_at_once(fork_server: ForkServer, tmp_path: Path) -> None:
     run = tmp_path / "cut"
-    process = fork_server.start(JOB, run, "--slow", "epochs=1000")
+    process = fork_server.start(JOB, run, "--slow", "epochs=1000", "measure=false")
     wait_for_step(run, 2)
     process.send(signal.SIGINT)
     process.send(signal.SIGINT)
@@ -205,7 +206,7 @@ def test_epochs_may_grow(fork_server: ForkServer, tmp_path: Path) -> None:
 
 def test_only_one_process_trains_in_a_folder(fork_server: ForkServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = fork_server.start(JOB, run, "--slow", "epochs=1000")
+    first = fork_server.start(JOB, run, "--slow", "epochs=1000", "measure=false")
     wait_for_step(run, 1)
     second = fork_server.start(JOB, run)
     code, errors = second.wait()
@@ -215,11 +216,27 @@ def test_only_one_process_trains_in_a_folder(fork_server: ForkServer, tmp_path: 
     assert first.wait().code == 143
 
 
-@pytest.mark.parametrize("forgotten", ["rng", "ema", "optimizer", "position", "schedule"])
-def test_the_comparison_can_fail(fork_server: ForkServer, uninterrupted: Path, tmp_path: Path, forgotten: str) -> None:
+@pytest.fixture(scope="module")
+def one_session(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "one session"
+    assert finish(fork_server, run, "epochs_per_session=1") == 0
+    return run
+
+
+@pytest.mark.parametrize(
+    "forgotten",
+    [
+        "rng",
+        "position",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ema", "optimizer", "schedule")),
+    ],
+)
+def test_the_comparison_can_fail(
+    fork_server: ForkServer, uninterrupted: Path, one_session: Path, tmp_path: Path, forgotten: str
+) -> None:
     """A checkpoint that omits something is detected: the fault is planted in the saved state."""
     run = tmp_path / "mutant"
-    assert finish(fork_server, run, "epochs_per_session=1") == 0
+    shutil.copytree(one_session, run)
     folder = open_run(run).checkpoints
     step, snapshot, _ = store.load_newest(folder)  # type: ignore[misc]
     store.durable.remove(folder / store.checkpoint_name(step))

@@ -61,10 +61,12 @@ def test_the_rates_of_a_resumed_run_are_those_of_the_whole_run(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lr": 0.3}, r"the lr is not.*\n.*lr 0\.1 -> 0\.3 \(parameter group 1\)"),
-        ({"weight_decay": 0.5}, r"weight_decay 0\.01 -> 0\.5 \(parameter group 1\)"),
+        pytest.param({"lr": 0.3}, r"the lr is not.*\n.*lr 0\.1 -> 0\.3 \(parameter group 1\)", marks=pytest.mark.slow),
+        pytest.param(
+            {"weight_decay": 0.5}, r"weight_decay 0\.01 -> 0\.5 \(parameter group 1\)", marks=pytest.mark.slow
+        ),
         ({"betas": (0.9, 0.95)}, r"betas\.1 0\.999 -> 0\.95 \(parameter group 1\); betas\.1 .* \(parameter group 2\)"),
-        ({"eps": 1e-6}, r"eps 1e-08 -> 1e-06"),
+        pytest.param({"eps": 1e-6}, r"eps 1e-08 -> 1e-06", marks=pytest.mark.slow),
         ({"amsgrad": True}, "amsgrad False -> True"),
     ],
 )
@@ -96,7 +98,7 @@ def test_kernels_of_an_optimizer_may_change(tmp_path: Path) -> None:
     assert event.get("exactness").startswith(CUSTOM_LOOP)
 
 
-@pytest.mark.parametrize("change", [{"lr": 0.3}, {"weight_decay": 0.5}])
+@pytest.mark.parametrize("change", [{"lr": 0.3}, pytest.param({"weight_decay": 0.5}, marks=pytest.mark.slow)])
 def test_a_changed_choice_is_refused_or_applied(change: dict[str, float], tmp_path: Path) -> None:
     def choice(_: nn.Module, **values: float) -> whet.OptimizerChoice:
         return whet.OptimizerChoice(**{"lr": 0.1, "weight_decay": 0.01, **values})
@@ -243,9 +245,9 @@ def warnings_of(run: Path) -> list[str]:
     ("old", "new", "named"),
     [
         ("return 1.0 * self.linear", "return 2.0 * self.linear", "model Inner"),
-        ("self.inner = Inner()", "self.inner = Inner()  # as before", "model Net"),
+        pytest.param("self.inner = Inner()", "self.inner = Inner()  # as before", "model Net", marks=pytest.mark.slow),
         ("return 1.0 * (self.model", "return 2.0 * (self.model", "loss Loss"),
-        ("return 1.0 / step", "return 1.0 / (1 + step)", "schedule rate"),
+        pytest.param("return 1.0 / step", "return 1.0 / (1 + step)", "schedule rate", marks=pytest.mark.slow),
     ],
 )
 def test_changed_source_code_is_warned_of_by_name(old: str, new: str, named: str, tmp_path: Path) -> None:
@@ -291,7 +293,12 @@ def test_a_function_that_the_loss_calls_is_compared_too(tmp_path: Path) -> None:
     ("first", "second", "warning"),
     [
         (nn.functional.mse_loss, nn.L1Loss(), "loss L1Loss is used instead of mse_loss"),
-        (nn.HuberLoss(), nn.HuberLoss(delta=0.5), "the options of loss HuberLoss have changed"),
+        pytest.param(
+            nn.HuberLoss(),
+            nn.HuberLoss(delta=0.5),
+            "the options of loss HuberLoss have changed",
+            marks=pytest.mark.slow,
+        ),
         (
             partial(nn.functional.huber_loss, delta=1.0),
             partial(nn.functional.huber_loss, delta=0.5),

@@ -97,7 +97,7 @@ def test_two_optimizers_train_like_a_plain_loop(every: int) -> None:
     assert equal(ours.weights(), plain.weights())
 
 
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_run_with_two_optimizers_resumes_exactly(tmp_path: Path, every: int) -> None:
     whole, first, second = Gan(), Gan(), Gan()
     train_gan(whole, tmp_path / "whole", every=every)
@@ -110,6 +110,7 @@ def test_a_run_with_two_optimizers_resumes_exactly(tmp_path: Path, every: int) -
     assert resumed["exactness"].startswith("session state restored exactly"), resumed["exactness"]
 
 
+@pytest.mark.slow
 def test_a_planted_fault_of_the_second_optimizer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: a checkpoint that forgets the second optimizer gives other weights."""
     from whet.checkpoint import snapshot_restore
@@ -207,10 +208,17 @@ def leave_gan(folder: Path, *, at: int, how: str) -> None:
                 break
 
 
-@pytest.mark.parametrize("how", ["break", "break between", "error after", "error between"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "break between",
+        "error after",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("break", "error between")),
+    ],
+)
 def test_a_loop_that_is_left_in_the_middle_resumes_exactly(tmp_path: Path, how: str) -> None:
     whole, second = Gan(), Gan()
-    train_gan(whole, tmp_path / "whole")
+    train_gan(whole)
     if how.startswith("break"):
         leave_gan(tmp_path / "run", at=7, how=how)
     else:
@@ -220,7 +228,7 @@ def test_a_loop_that_is_left_in_the_middle_resumes_exactly(tmp_path: Path, how: 
     assert equal(whole.weights(), second.weights())
 
 
-@pytest.mark.parametrize("bad", ["loss_d", "loss_g"])
+@pytest.mark.parametrize("bad", [pytest.param("loss_d", marks=pytest.mark.slow), "loss_g"])
 def test_a_batch_with_nan_is_skipped_by_all_optimizers(tmp_path: Path, bad: str) -> None:
     """The loss of one optimizer is NaN in batch 4: the run rolls back, and neither optimizer steps on that batch."""
     gan = Gan()
