@@ -131,6 +131,18 @@ def test_a_run_that_is_stopped_while_it_is_verified_loses_nothing(tmp_path: Path
     assert [event.get("exactness").split(":")[0] for event in read_events(run, kinds=("resume",))] == ["verified"]
 
 
+def test_sessions_of_one_epoch_are_verified_and_advance(tmp_path: Path) -> None:
+    """An epoch has 10 steps: the repeated step 10 ends the epoch of an earlier session."""
+    sizes = {"max_steps": 30, "epochs": 3}
+    whole, run = train(None, **sizes), tmp_path / "run"
+    for number in range(1, 4):
+        parameters = train(run, **sizes, epochs_per_session=1, verify_resume=True)
+        assert steps(run) == [*range(1, 10 * number + 1)]
+    assert equal(whole, parameters)
+    exactness = [event.get("exactness").split(":")[0] for event in read_events(run, kinds=("resume",))]
+    assert exactness == ["verified", "verified"]
+
+
 def test_without_an_earlier_checkpoint_the_run_resumes_and_says_so(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, max_steps=3)

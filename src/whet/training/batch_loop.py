@@ -332,4 +332,8 @@ class BatchLoop:
 
     def _is_session_over(self, batch: GlobalBatch) -> bool:
         limit = self.training.epochs_per_session
+        if self.run.verification is not None:
+            # Steps that are repeated to verify a resume belong to an earlier session.
+            self._first_epoch = batch.after.epoch
+            return False
         return limit is not None and batch.is_last_of_epoch and batch.after.epoch - self._first_epoch >= limit
