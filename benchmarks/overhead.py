@@ -32,7 +32,7 @@ from torch import nn
 import whet
 from whet.data.order import epoch_order
 from whet.step.step import Outcome
-from whet.training.callback import State
+from whet.training.progress import State
 
 BATCH = 32
 

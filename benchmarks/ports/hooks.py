@@ -25,7 +25,8 @@ from whet.data.batch import GlobalBatch, Position
 from whet.data.order import collate_seed, sample_seed
 from whet.data.sample import seeded_rng
 from whet.device.random_streams import RandomStreams
-from whet.training.callback import Action, CallbackList, State
+from whet.training.callback import Action, CallbackList
+from whet.training.progress import State
 from whet.training.run_config import RunConfig
 from whet.training.session import Session
 

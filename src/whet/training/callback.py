@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from whet.base.errors import UsageError
-from whet.training.progress import State as State
+from whet.training.progress import State
 
 if TYPE_CHECKING:
     from whet.step.step import Outcome

@@ -34,7 +34,7 @@ from whet.step.loss import BatchLoss, LossFunction, adapt_loss
 from whet.step.optimizers import OptimizerChoice
 from whet.training import checks, intercept
 from whet.training.batch_loop import BatchLoop
-from whet.training.callback import Callback, State
+from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
 from whet.training.callbacks.progress import FirstProblems, is_notebook
 from whet.training.end_reason import describe_end
@@ -42,7 +42,7 @@ from whet.training.evaluator import Evaluate, LossEvaluation, use_best_weights
 from whet.training.failed_layer import note_failed_layer
 from whet.training.keywords import SessionKeywords
 from whet.training.metrics import normalize_metrics, scalar_metrics
-from whet.training.progress import BestStep, Progress
+from whet.training.progress import BestStep, Progress, State
 from whet.training.run_config import RunConfig, make_run_config
 from whet.training.run_context import RunContext
 from whet.training.setup import setup

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from whet.distributed.group import RankGroup
 from whet.plan.plan import Plan
-from whet.training.callback import SAVE_NOW, SAVE_WHEN_IDLE, Action, Callback, State
+from whet.training.callback import SAVE_NOW, SAVE_WHEN_IDLE, Action, Callback
+from whet.training.progress import State
 
 if TYPE_CHECKING:
     from whet.step.step import Outcome

@@ -23,7 +23,8 @@ from whet.run.events import EventLog
 from whet.step.ema import named_tensors
 from whet.step.non_finite_guard import NonFiniteGuard
 from whet.step.step import Outcome, Stepper
-from whet.training.callback import Action, Callback, State
+from whet.training.callback import Action, Callback
+from whet.training.progress import State
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
