@@ -36,6 +36,7 @@ def test_every_keyword_is_in_the_signature_and_the_docstring(function, missing: 
         assert field.is_required() or parameters[name].default == field.default
 
 
+@pytest.mark.slow
 def test_an_editor_completes_the_keywords() -> None:
     """jedi reads the source, so it sees neither overloads nor `__wrapped__` as inspect does."""
     jedi = pytest.importorskip("jedi")

@@ -91,7 +91,9 @@ def test_children_of_a_probe_end_with_it():
     assert not grandchild.is_running()
 
 
-@pytest.mark.parametrize(("when", "arguments"), [("opening", {"hangs": True}), ("preparing", {})])
+@pytest.mark.parametrize(
+    ("when", "arguments"), [pytest.param("opening", {"hangs": True}, marks=pytest.mark.slow), ("preparing", {})]
+)
 def test_hanging_probe_ends_with_its_killed_parent(when, arguments):
     code = (
         "from test_process_bench import HANGS_SECONDS, open_faulty_bench\n"

@@ -62,7 +62,9 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors", "nested"])
+@pytest.mark.parametrize(
+    "kind", ["safetensors", "nested", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("zip", "legacy"))]
+)
 def test_weights_arrive_as_they_were(warm_whet: Run, tmp_path: Path, kind: str) -> None:
     """Import as a user does: two processes, the second with limits."""
     model = make_model()

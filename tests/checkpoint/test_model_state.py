@@ -31,6 +31,7 @@ def fit(model: nn.Module, run: Path | None, *, steps: int = 8, **options: Any) -
         run=run,
         max_steps=steps,
         overrides={"threads": 1},
+        measure=False,
         on_event=None,
         **{**defaults, **options},
     )
@@ -58,7 +59,13 @@ CHANGES: list[tuple[str, Callable[[nn.Module], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "reported"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES])
+@pytest.mark.parametrize(
+    ("change", "reported"),
+    [
+        pytest.param(change, reported, id=name, marks=[] if name in ("a rate", "a mode") else [pytest.mark.slow])
+        for name, change, reported in CHANGES
+    ],
+)
 def test_what_the_user_has_changed_stays_and_is_reported(
     change: Callable[[nn.Module], Any], reported: str, tmp_path: Path
 ) -> None:
@@ -317,8 +324,8 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "claim"),
     [
-        ("", "bit-exact"),
-        ("grows", "`table` of the model"),
+        pytest.param("", "bit-exact", marks=pytest.mark.slow),
+        pytest.param("grows", "`table` of the model", marks=pytest.mark.slow),
         ("changes in the middle", "`table` of the model"),
         ("shared", "bit-exact"),
     ],

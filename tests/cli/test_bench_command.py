@@ -1,12 +1,16 @@
 """`whet bench` with real short runs of a tiny recipe: files and bad input."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
+from homes import new_home
 from paths import ROOT, Run
 
 pytestmark = pytest.mark.torch
@@ -157,15 +161,12 @@ def test_budget_too_small_to_start_is_an_error(whet: Run, tiny: Path) -> None:
     assert time.monotonic() - start < 25, "the recipe's 30 seconds were waited for"
 
 
-def test_parent_of_a_benchmark_never_imports_torch(whet: Run, tmp_path: Path) -> None:
+def test_parent_of_a_benchmark_never_imports_torch(tmp_path: Path) -> None:
     """`whet bench text` refuses its sweep only after its process has made a plan; until then torch is not imported."""
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; from whet.cli import main; code = main.run(['bench', 'text', 'threads=1', '--sweep', 'threads']);"
-        "print(code, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    words = ["bench", "text", "arch.layers=1", "threads=1", "--sweep", "threads", "--budget", "300"]
+    code = f"import sys; from whet.cli import main; code = main.run({words}); print(code, 'torch' in sys.modules)"
+    env = {**os.environ, "WHET_HOME": str(new_home(tmp_path / "whet-home"))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["2", "False"], done.stderr
     assert "you set threads=1" in done.stderr

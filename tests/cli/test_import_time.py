@@ -63,7 +63,7 @@ def test_probe_and_plan_work_with_a_broken_torch(whet: Run, flags: tuple[str, ..
         json.loads(plan.stdout)
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--json",), marks=pytest.mark.slow)], ids=["text", "json"])
 def test_runs_and_report_work_with_a_broken_torch(whet: Run, tmp_path: Path, flags: tuple[str, ...]) -> None:
     from whet.run.events import EventLog
     from whet.run.folder import create_run, installed_versions

@@ -97,6 +97,7 @@ def _agreement(names: Iterable[str] | None, report_count: Callable[[str], None],
     return (unimplemented & tried) - explained
 
 
+@pytest.mark.slow
 def test_missing_operators_are_skipped_in_torchs_tests_for_mps(report_count: Callable[[str], None]) -> None:
     assert _agreement(FEW, report_count, most_samples=8) == set()
 

@@ -43,7 +43,23 @@ def run(warm_python: WarmPython, tmp_path: Path) -> Callable[[Path], str]:
     return start
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+# Most of the time of this file. Two of these also run for fewer epochs below.
+_LONG = {
+    "average_and_early_stop.py",
+    "check_gpt.py",
+    "contrastive.py",
+    "gan.py",
+    "huggingface.py",
+    "image_classification.py",
+    "reinforcement.py",
+}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=pytest.mark.slow) if file.name in _LONG else file for file in FILES],
+    ids=lambda file: file.name,
+)
 def test_the_example_runs(file: Path, run: Callable[[Path], str]) -> None:
     assert SAYS[file.name] in run(file)
 

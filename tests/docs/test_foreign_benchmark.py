@@ -46,7 +46,11 @@ def losses_of(loop, spec: Spec, **changes) -> list[float]:
     return json.loads(answers.getvalue().splitlines()[-1])["losses"]
 
 
-@pytest.mark.parametrize("model", list(foreign.MODELS))
+@pytest.mark.parametrize(
+    "model",
+    # Importing transformers takes longer than all others.
+    [pytest.param(model, marks=pytest.mark.slow) if model == "gpt2" else model for model in foreign.MODELS],
+)
 def test_whet_trains_the_model_as_a_plain_loop_does(model: str) -> None:
     spec = replace(SPEC, workload=f"foreign-{model}")
     plain = losses_of(plain_loop, spec)

@@ -15,6 +15,8 @@ from tiny_bert import write_tiny_bert
 from warm_python import WarmPython
 from whet.cli import main
 from whet.config.resolve import resolve_config
+from whet.machine import probe
+from whet.machine.facts import ProbeResult
 from whet.recipes.recipe import BUILT_IN, load_recipe
 
 pytestmark = pytest.mark.torch
@@ -78,6 +80,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def this_machine() -> ProbeResult:
+    """What a command finds out about this machine: importing torch once more takes seconds."""
+    return probe.probe()
+
+
 def write_model(guide: str) -> None:
     """Write a small model in the place of SciBERT, if the guide needs one."""
     if "model=allenai/" in guide:
@@ -97,8 +105,15 @@ def test_every_guide_has_its_commands() -> None:
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=_TITLES)
-def test_plans_run_and_settings_are_understood(guide: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plans_run_and_settings_are_understood(
+    guide: str,
+    folder: Path,
+    this_machine: ProbeResult,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     write_model(guide)
+    monkeypatch.setattr(probe, "probe", lambda: this_machine)
     for words, variables, is_refused in commands(guide):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():

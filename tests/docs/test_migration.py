@@ -52,7 +52,9 @@ def _missing(libraries: tuple[str, ...]) -> list[str]:
     return [library for library in libraries if find_spec(library) is None]
 
 
-@pytest.mark.parametrize("page", NEEDS)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow) if page in _WITH_TRANSFORMERS else page for page in NEEDS]
+)
 def test_both_programs_reach_the_same_losses(page: str, tmp_path: Path, warm_python: WarmPython) -> None:
     theirs, ours = _programs(page)
     if (missing := _missing(NEEDS[page])) and page in _WITH_TRANSFORMERS:

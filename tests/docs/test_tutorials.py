@@ -59,7 +59,7 @@ def test_recipes_of_the_readme_exist(
     for verb, what in table:
         if verb == "init":
             assert main.run(["init", what]) == 0
-        assert main.run(["plan", what]) == 0
+        assert main.run(["plan", what, "--machine", "m2-air-8gb"]) == 0
         assert "micro_batch" in capfd.readouterr().out
 
 
@@ -96,7 +96,13 @@ def shorter(words: list[str]) -> list[str]:
     return [word for number, word in enumerate(given) if "=" not in word or last[word.partition("=")[0]] == number]
 
 
-@pytest.mark.parametrize("page", _PAGES)
+# The commands of the other tutorials are tested with their recipes.
+_IN_THE_GATE = ("README.md", "docs/getting-started.md", "docs/tutorials/own-model.md")
+
+
+@pytest.mark.parametrize(
+    "page", [page if page in _IN_THE_GATE else pytest.param(page, marks=pytest.mark.slow) for page in _PAGES]
+)
 def test_everything_on_a_page_runs(
     page: str, tmp_path: Path, whet: Run, warm_whet: Run, warm_python: WarmPython
 ) -> None:

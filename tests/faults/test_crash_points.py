@@ -12,7 +12,7 @@ from fault_runs import ALL, BOUNDED, FaultRuns, assert_kept, counts, digest, lef
 
 pytestmark = pytest.mark.torch
 
-EVERY = {"bounded": 17, "all": 1}
+EVERY = {"bounded": 41, "all": 1}
 
 
 def num_calls(run_end: list[str]) -> int:

@@ -24,7 +24,7 @@ from whet.run.folder import open_run
 pytestmark = pytest.mark.torch
 
 SEED = 3
-MUTATIONS = {"bounded": 1000, "all": 10_000}
+MUTATIONS = {"bounded": 500, "all": 10_000}
 
 
 @pytest.fixture(scope="module")

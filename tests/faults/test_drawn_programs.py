@@ -16,8 +16,8 @@ from whet.run.events import read_events
 
 pytestmark = pytest.mark.torch
 
-NUM_PROGRAMS = {"bounded": 4, "all": 300}
-NUM_HIDDEN = {"bounded": 12, "all": 60}
+NUM_PROGRAMS = {"bounded": 2, "all": 300}
+NUM_HIDDEN = {"bounded": 5, "all": 60}
 CUSTOM_LOOP = "session state restored exactly; your own variables only if registered"
 
 

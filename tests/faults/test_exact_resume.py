@@ -36,7 +36,7 @@ BREAKS = {
 }
 """The cause that ends each of the first three runs, and its step."""
 ROWS = pairwise(FACTORS, at_least=40)
-NUM_BOUNDED = 12
+NUM_BOUNDED = 6
 
 
 def options_of(row: Row) -> dict[str, Any]:

@@ -184,6 +184,6 @@ def test_a_process_that_loops_is_ended_and_costs_no_bit(
 def test_a_slow_process_is_not_ended(fork_server: ForkServer, tmp_path: Path) -> None:
     """A step of half the limit, and an evaluation on rank 0 that takes longer than the limit."""
     session = rank_processes.train(
-        fork_server, tmp_path / "run", 2, least_seconds=2.0, naps=[1, 8, 1.0], evaluates_seconds=3.0
+        fork_server, tmp_path / "run", 2, steps=7, least_seconds=2.0, naps=[1, 5, 1.0], evaluates_seconds=3.0
     )
     assert not session.reported("lost")

@@ -13,6 +13,7 @@ import pytest
 
 from paths import SUPPORT
 from postgres import postgres
+from warm_python import Program, WarmPython
 from whet.api.search import winning_args
 from whet.hpo.storage import open_storage
 from whet.hpo.study import DROPPED, RUN, counts
@@ -89,22 +90,30 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("trial-0000/checkpoints/step-*/manifest.json"))
 
 
-def test_killed_and_stopped_search_resumes_prunes_and_marks_infeasible_trials(workers, tmp_path):
+def test_killed_and_stopped_search_resumes_prunes_and_marks_infeasible_trials(warm_python: WarmPython, tmp_path):
     huge = 4 * 10**14
     # In this order, the grid tries the worse of the feasible values last.
     space = [f"takes=[0,{huge}]", "is_worse=[true,false]"]
     words = ["lr=0.01", "pause=0.1", "checkpoint_steps=2", "--trials", "4", "--seeds", "1", "--sampler", "GridSampler"]
-    made = workers(*space, *words, "--subset", "0.9", "--jobs", "1")
+    words = [*space, *words, "--subset", "0.9", "--jobs", "1", "--name", "s"]
+
+    def start() -> Program:
+        env = {**os.environ, "WHET_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+        return warm_python.start("-m", "whet", "search", RECIPE, *words, cwd=tmp_path, env=env)
+
     folder = tmp_path / "runs" / "s"
-    first = made.start()
+    first = start()
     until(lambda: list(folder.glob("trial-*/checkpoints/step-*4/manifest.json")))
-    made.kill(first)
-    second = made.start()
+    first.send_signal(signal.SIGKILL)
+    assert first.wait().returncode == -signal.SIGKILL
+    second = start()
     until(lambda: list(folder.glob("trial-*/checkpoints/step-*6/manifest.json")))
     second.send_signal(signal.SIGTERM)
-    assert second.wait(timeout=600) == 143, made.reported()
+    stopped = second.wait(timeout=600)
+    assert stopped.returncode == 143, stopped.stderr
     assert not [t for t in trials_of(None, folder) if t.state == RUNNING], "stopped trials are queued"
-    assert made.start().wait(timeout=600) == 0, made.reported()
+    done = start().wait(timeout=600)
+    assert done.returncode == 0, done.stderr
 
     result = read_search(folder)
     assert len(result.trials) == 4

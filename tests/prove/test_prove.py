@@ -67,7 +67,7 @@ def prove_it(forks: ForkLauncher, memory_folder: Path) -> Prove:
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
 def test_exact_training_is_proved(prove_it: Prove, report_count: Callable[[str], None], size: str) -> None:
-    proof = prove_it(num_kills={"bounded": 10, "all": 60}[size], disk_seconds={"bounded": 5.0, "all": 600.0}[size])
+    proof = prove_it(num_kills={"bounded": 6, "all": 60}[size], disk_seconds={"bounded": 2.0, "all": 600.0}[size])
     assert (proof.verdict, proof.reason, proof.difference) == ("proved", None, None)
     assert proof.steps == proof.compared.losses == 24
     assert proof.compared.tensors >= 25, "weights, average, optimizer, generators"
@@ -97,9 +97,13 @@ BROKEN = {
     "renamed before it is full": "has its final name and is incomplete",
     "old ones removed before the new one is there": "were reported as saved",
 }
+IN_GATE = {"hidden state", "written in place", "old ones removed before the new one is there"}
+"""One for each way to be broken; the others take longer until a kill shows them."""
 
 
-@pytest.mark.parametrize("mutant", BROKEN)
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(name, marks=() if name in IN_GATE else pytest.mark.slow) for name in BROKEN]
+)
 def test_training_that_does_not_resume_exactly_is_broken(
     prove_it: Prove, report_count: Callable[[str], None], mutant: str
 ) -> None:
@@ -160,6 +164,7 @@ def test_proof_needs_kills_at_disk_calls(prove_it: Prove, monkeypatch: pytest.Mo
     assert "no kill at a disk call" in str(proof.reason)
 
 
+@pytest.mark.slow
 def test_proof_works_on_a_machine_that_became_busier(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pace of a machine ten times as fast: every timed kill would come before the first checkpoint."""
 
@@ -173,6 +178,7 @@ def test_proof_works_on_a_machine_that_became_busier(prove_it: Prove, monkeypatc
     assert (proof.verdict, proof.reason) == ("proved", None)
 
 
+@pytest.mark.slow
 def test_proof_needs_resumed_processes(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kills, "EARLY_SHARE", 1.0)
     monkeypatch.setattr(
@@ -186,7 +192,14 @@ def test_proof_needs_resumed_processes(prove_it: Prove, monkeypatch: pytest.Monk
     assert "processes resumed from a checkpoint" in str(proof.reason)
 
 
-@pytest.mark.parametrize("compares", [lambda *a, **o: None, lambda *a, **o: ProofDifference(what="always")])
+@pytest.mark.parametrize(
+    "compares",
+    [
+        lambda *a, **o: None,
+        pytest.param(lambda *a, **o: ProofDifference(what="always"), marks=pytest.mark.slow),
+    ],
+    ids=["finds nothing", "always finds something"],
+)
 def test_comparison_without_effect_is_detected(
     prove_it: Prove, monkeypatch: pytest.MonkeyPatch, compares: Callable[..., ProofDifference | None]
 ) -> None:

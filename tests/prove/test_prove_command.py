@@ -68,7 +68,12 @@ def test_set_order_makes_a_training_nondeterministic(whet: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "reported"),
     [
-        ((RECIPE, "mutant=fails by itself"), 1, "ValueError: no such class (provable_recipe.py:"),
+        pytest.param(
+            (RECIPE, "mutant=fails by itself"),
+            1,
+            "ValueError: no such class (provable_recipe.py:",
+            marks=pytest.mark.slow,
+        ),
         (("text", "data=missing.jsonl"), 2, "the data does not exist"),
         ((RECIPE, "epcohs=3"), 2, "did you mean 'epochs'"),
         (("no_such_recipe",), 2, "no such recipe"),

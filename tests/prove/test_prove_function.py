@@ -28,7 +28,7 @@ def test_a_script_is_proved(warm_whet: Run, tmp_path: Path, function: str) -> No
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("with_hidden_state", "not restored      `_CALLS[0]` of "),
+        pytest.param("with_hidden_state", "not restored      `_CALLS[0]` of ", marks=pytest.mark.slow),
         pytest.param("with_hidden_loop_state", "`carried` of with_hidden_loop_state()", marks=pytest.mark.slow),
         pytest.param("with_unseeded_data", "the data is not what the run was started with", marks=pytest.mark.slow),
     ],

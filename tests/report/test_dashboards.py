@@ -177,7 +177,7 @@ def test_a_simulated_dashboard_that_never_answers(run: Run) -> None:
     assert forward_run(run, SimulatedDashboard(refuses=range(1, 1000)), stop=stop).rows == 0
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", [pytest.param("wandb", marks=pytest.mark.slow), "mlflow"])
 def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Whet, name: str) -> None:
     with EventLog(run) as log:
         steps(log, 1, 60)

@@ -234,7 +234,7 @@ def test_no_request_makes_the_server_fail(server: Served, route: str, report_cou
     before = process.memory_info().rss
     statuses: dict[int, int] = {}
 
-    @settings(max_examples=amount(50, 200), database=None)
+    @settings(max_examples=amount(20, 200), database=None)
     @given(WORDS, st.lists(st.tuples(NAMES, WORDS), max_size=4), METHODS, HEADERS, st.binary(max_size=200))
     def ask(word: str, query: list[tuple[str, str]], method: str, headers: dict[str, str], body: bytes) -> None:
         # Every other request names an existing run; otherwise the route would not be reached.
@@ -303,7 +303,9 @@ def test_a_foreign_host_name_is_refused_on_every_route(server: Served, report_co
     )
     kinds.append(("GET", {"Accept": "text/event-stream"}))
     count = 0
-    for host, path, (method, headers) in itertools.product(wrong_hosts(server.port), addresses(server), kinds):
+    # Every fifth in the gate: each name, route and kind of request, but not all of their combinations.
+    tried = itertools.product(wrong_hosts(server.port), addresses(server), kinds)
+    for host, path, (method, headers) in itertools.islice(tried, 0, None, amount(5, 1)):
         logged = {**headers, **server.bearer}
         answer = server.request_bare(path, method, logged, host=host or " " if host == "" else host)
         # Without a Host header, HTTP requires 400.

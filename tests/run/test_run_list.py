@@ -98,14 +98,14 @@ def test_a_resumed_run_is_no_longer_done(tmp_path: Path) -> None:
     assert math.isnan(back.loss)
 
 
-def test_hundreds_of_runs_are_listed_quickly(tmp_path: Path) -> None:
-    first = make(tmp_path, "r-000")
+def test_hundreds_of_runs_are_listed_quickly(memory_folder: Path) -> None:
+    first = make(memory_folder, "r-000")
     train(first, steps=600, state="done")
     for number in range(1, 200):
-        shutil.copytree(first.path, tmp_path / f"r-{number:03d}")
+        shutil.copytree(first.path, memory_folder / f"r-{number:03d}")
     # CPU time does not include other processes.
     began = time.process_time()
-    assert len(list_runs(tmp_path)) == 200
+    assert len(list_runs(memory_folder)) == 200
     assert time.process_time() - began < 3
 
 

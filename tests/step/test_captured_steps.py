@@ -93,7 +93,7 @@ def test_replays_train_bit_identically_to_eager_steps(choice, micro_batch):
     assert graphed.graph_obstacle is None
 
 
-@pytest.mark.parametrize("micro_batch", [4, 2])
+@pytest.mark.parametrize("micro_batch", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_replays_weight_tokens_with_few_shapes(micro_batch):
     plain, graphed = pair_of(TokenModel)
     # The default packing has shapes that depend on values; this one does not.
@@ -117,8 +117,15 @@ def token_loss(model):
     return loss
 
 
-@pytest.mark.parametrize("kind", ["trm", "gpt"])
-@pytest.mark.parametrize("micro_batch", [8, 3])
+@pytest.mark.parametrize(
+    ("micro_batch", "kind"),
+    [
+        (8, "trm"),
+        pytest.param(3, "trm", marks=pytest.mark.slow),
+        pytest.param(8, "gpt", marks=pytest.mark.slow),
+        pytest.param(3, "gpt", marks=pytest.mark.slow),
+    ],
+)
 def test_replays_train_a_chat_model(kind, micro_batch):
     """Rule K3 captures chat: documents at any position of a row, dropout, EMA and several passes."""
     arch = ChatArch(kind=kind, hidden_size=32, num_heads=2, seq_len=12, supervision=2 if kind == "trm" else 1)

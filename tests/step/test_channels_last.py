@@ -77,7 +77,7 @@ def newest_state(run):
     return load_file(max(run.glob("checkpoints/*/state.safetensors")))
 
 
-@pytest.mark.parametrize("kernels", ["fused", "foreach"])
+@pytest.mark.parametrize("kernels", ["fused", pytest.param("foreach", marks=pytest.mark.slow)])
 def test_a_run_with_channels_last_that_is_resumed_ends_with_the_same_bits(tmp_path, kernels):
     overrides = {**LAST, "optimizer_kernels": kernels}
     whole, _, seen, _ = train(tmp_path / "whole", overrides=overrides)

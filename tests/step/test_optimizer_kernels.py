@@ -125,7 +125,7 @@ def test_flags_and_attributes_are_restored_with_existing_state():
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("kind", [pytest.param(torch.optim.AdamW, marks=pytest.mark.slow), torch.optim.SGD])
 def test_a_run_uses_fused_kernels_resumes_exactly_and_restores_the_flags(kind, tmp_path):
     def make(parameters):
         return kind(parameters, lr=1e-2)
@@ -216,8 +216,17 @@ def one_cycle(optimizer):
     return OneCycleLR(optimizer, max_lr=1e-2, total_steps=24)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("schedule", ["cosine", "StepLR", "OneCycleLR"])
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [
+        ("cosine", torch.optim.AdamW),
+        pytest.param("StepLR", torch.optim.AdamW, marks=pytest.mark.slow),
+        pytest.param("OneCycleLR", torch.optim.AdamW, marks=pytest.mark.slow),
+        pytest.param("cosine", torch.optim.SGD, marks=pytest.mark.slow),
+        ("StepLR", torch.optim.SGD),
+        pytest.param("OneCycleLR", torch.optim.SGD, marks=pytest.mark.slow),
+    ],
+)
 def test_captured_steps_of_a_users_optimizer_follow_every_schedule_simulated(
     graphs, monkeypatch, kind, schedule, tmp_path
 ):

@@ -39,7 +39,7 @@ def train(run: Path, *, ema: bool = False, has_test: bool = True, mode: str = "m
     return seen
 
 
-@pytest.mark.parametrize(("ema", "mode"), [(False, "max"), (True, "min")])
+@pytest.mark.parametrize(("ema", "mode"), [pytest.param(False, "max", marks=pytest.mark.slow), (True, "min")])
 def test_the_test_split_is_evaluated_with_the_best_weights(tmp_path: Path, ema: bool, mode: str) -> None:
     (seen,) = train(tmp_path / "run", ema=ema, mode=mode)
     evaluations = list(read_events(open_run(tmp_path / "run"), kinds=("eval",)))

@@ -86,13 +86,21 @@ def a_scheduler_steps(_model: nn.Sequential, optimizer: Optimizer) -> None:
     torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5)
 
 
-@pytest.mark.parametrize("checkpoint_steps", [None, UPSET_AFTER], ids=["at the end", "when due"])
+CHANGED_GROUPS = "parameter groups of the optimizer changed"
+CHANGED_RATE = "the learning rate was changed outside of the session"
+
+
 @pytest.mark.parametrize(
-    ("upset", "what"),
+    ("upset", "what", "checkpoint_steps"),
     [
-        (a_group_comes, "parameter groups of the optimizer changed"),
-        (a_foreign_group_comes, "parameter groups of the optimizer changed"),
-        (a_scheduler_steps, "the learning rate was changed outside of the session"),
+        pytest.param(a_group_comes, CHANGED_GROUPS, UPSET_AFTER, id="a group, when due"),
+        pytest.param(a_group_comes, CHANGED_GROUPS, None, id="a group, at the end", marks=pytest.mark.slow),
+        pytest.param(
+            a_foreign_group_comes, CHANGED_GROUPS, UPSET_AFTER, id="foreign, when due", marks=pytest.mark.slow
+        ),
+        pytest.param(a_foreign_group_comes, CHANGED_GROUPS, None, id="foreign, at the end"),
+        pytest.param(a_scheduler_steps, CHANGED_RATE, UPSET_AFTER, id="a rate, when due", marks=pytest.mark.slow),
+        pytest.param(a_scheduler_steps, CHANGED_RATE, None, id="a rate, at the end"),
     ],
 )
 def test_the_steps_before_a_refusal_are_saved(
@@ -181,7 +189,10 @@ def test_an_error_in_a_callback_is_named_by_the_resume(fails: bool, tmp_path: Pa
     assert claim(tmp_path / "run") == (expected if fails else "bit-exact")
 
 
-@pytest.mark.parametrize("checkpoint_steps", [None, UPSET_AFTER], ids=["at the end", "when due"])
+@pytest.mark.parametrize(
+    "checkpoint_steps",
+    [pytest.param(None, id="at the end"), pytest.param(UPSET_AFTER, id="when due", marks=pytest.mark.slow)],
+)
 def test_nothing_is_saved_after_a_rank_is_lost(checkpoint_steps: int | None, tmp_path: Path) -> None:
     """No run could resume from such a checkpoint, so the previous one stays the newest."""
     with pytest.raises(UsageError, match="parameter groups of the optimizer changed"):

@@ -682,8 +682,11 @@ def _probe(p: Program) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        _plain, _closure_over_data, _criterion, _loader, _sampler_with_epochs, _global_draws, _batchnorm,
-        _callback_with_state, _registered, _lambda_schedule, _probe, _dead_proxy, _proxy_of_the_model,
+        _closure_over_data, _sampler_with_epochs, _callback_with_state, _lambda_schedule, _proxy_of_the_model,
+        *(
+            pytest.param(change, marks=pytest.mark.slow)
+            for change in (_plain, _criterion, _loader, _global_draws, _batchnorm, _registered, _probe, _dead_proxy)
+        ),
     ],
 )  # fmt: skip
 def test_a_training_without_hidden_state_is_bit_exact(change: Callable[[Program], None], tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def test_simulated_interrupt_stops_the_cell_after_saving(notebook: SimulatedNote
     assert interrupted(at=10**9).step == 32, "the same cell resumes"
 
 
+@pytest.mark.slow
 def test_a_real_kernel_is_interrupted_and_resumes(tmp_path: Path) -> None:
     manager = pytest.importorskip("jupyter_client.manager", reason="jupyter_client is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")

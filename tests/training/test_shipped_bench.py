@@ -404,6 +404,7 @@ def test_search_runs_in_the_process_and_changes_nothing_here(short_search):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_custom_loop_is_sent_at_its_first_step_and_stays_as_it_is(short_search):
     model = a_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -439,6 +440,7 @@ def test_training_that_cannot_be_sent_is_measured_here_with_the_reason(short_sea
     assert plan.trials
 
 
+@pytest.mark.slow
 def test_process_that_starts_too_slowly_is_left(short_search, monkeypatch):
     monkeypatch.setattr(tune, "_MAX_START_SHARE", 0.0)
     model = a_net()

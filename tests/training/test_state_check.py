@@ -44,8 +44,8 @@ def train(run: Path | None, *, optimizer: Any = torch.optim.AdamW, max_steps: in
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"optimizer": torch.optim.Adagrad, "ema": True},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": torch.optim.Adagrad, "ema": True}, marks=pytest.mark.slow),
         {"optimizer": torch.optim.NAdam, "clip": 0.5, "schedule": "cosine"},
         {"make_schedule": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=4)},
     ],

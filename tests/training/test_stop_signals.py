@@ -189,9 +189,9 @@ def test_a_second_one_stops_at_once(tmp_path: Path, number: signal.Signals, erro
 @pytest.mark.parametrize(
     ("number", "num", "code", "switches"),
     [
-        (signal.SIGTERM, 2, 143, ()),
+        pytest.param(signal.SIGTERM, 2, 143, (), marks=pytest.mark.slow),
         (signal.SIGINT, 2, 130, ()),
-        (signal.SIGTERM, 1, 143, ()),
+        pytest.param(signal.SIGTERM, 1, 143, (), marks=pytest.mark.slow),
         (signal.SIGTERM, 1, 143, ("--quiet",)),
     ],
 )

@@ -300,6 +300,7 @@ def fit(run: Path | None = None, *, policy: str = "warn", **options) -> tuple[di
         run=run,
         on_event=None,
         overrides={"threads": 1, "micro_batch": 4, "on_heat": policy},
+        measure=False,
         **{"global_batch_size": 8, "epochs": 2, "seed": 5, "ema": True, "clip": 1.0, **options},
     )
     losses = [] if run is None else [event.get("loss") for event in read_events(open_run(run), kinds=("step",))]

@@ -112,7 +112,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(tensor, other.state_dict()[name], msg=name)
 
 
-@pytest.mark.parametrize("switch", ["on", "blocks"])
+@pytest.mark.parametrize("switch", ["on", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_compiled_model_recomputes_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
     plain = Net()
     train(plain, tmp_path / "plain", compile="off")

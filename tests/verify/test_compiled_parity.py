@@ -156,16 +156,18 @@ def agreement(model: nn.Module, *, loss: Any = None, precision: str = "fp32") ->
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        # The third has all that these have.
-        pytest.param({}, "compiled: loss and 8 gradients agree with the eager model (", marks=pytest.mark.slow),
-        pytest.param(
-            {"dropout": 0.1}, "compiled: 3 of 8 gradients agree with the eager model (", marks=pytest.mark.slow
-        ),
+        ({}, "compiled: loss and 8 gradients agree with the eager model ("),
+        ({"dropout": 0.1}, "compiled: 3 of 8 gradients agree with the eager model ("),
         ({"has_memory": True, "dropout": 0.1}, "compiled: 3 of 8 gradients agree with the eager model ("),
     ],
 )
-def test_check_does_not_change_a_compiled_training(tmp_path: Path, options: Any, words: str) -> None:
+@pytest.mark.parametrize("backend", ["as it is", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_check_does_not_change_a_compiled_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, options: Any, words: str
+) -> None:
     """Weights, running statistics and all draws of the run with the check are those of the run without."""
+    if backend == "as it is":
+        compile_with(monkeypatch, as_it_is)
     finals = []
     for verify in ("on", "off"):
         torch.compiler.reset()

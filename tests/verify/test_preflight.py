@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,13 +59,19 @@ def checked(name: str, **options: object) -> PreflightResult:
     return check(getattr(flawed_models, name), **options)  # type: ignore[arg-type]
 
 
+@cache
+def planted_check(name: str) -> PreflightResult:
+    """The same for the tests that look at one result."""
+    return checked(name)
+
+
 def matters(actual: PreflightResult) -> set[tuple[str, int | None]]:
     return {(finding.id, finding.place.line if finding.place else None) for finding in actual.findings}
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_flaws_are_found_on_their_lines(name: str) -> None:
-    actual = checked(name)
+    actual = planted_check(name)
     kind, line = marked(name)
     logged = [finding for finding in actual.findings if finding.id == kind]
     assert [finding.severity for finding in logged][:1] == [PLANTED[name]], render_text(actual)
@@ -82,12 +89,21 @@ def test_flawed_models_have_no_other_findings(name: str) -> None:
         "decides_by_value": {"missing-operator"},
         "many_rows": set(),
     }
-    kinds = {finding.id for finding in checked(name).findings}
+    kinds = {finding.id for finding in planted_check(name).findings}
     assert kinds <= {marked(name)[0], *also.get(name, set())}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", ["ctc", "svd", "float64_buffer", "seventeen_dimensions", "uneven_pool", "many_rows"])
+_OF_MPS = ["ctc", "svd", "float64_buffer", "seventeen_dimensions", "uneven_pool", "many_rows"]
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *((name, "cuda") for name in _OF_MPS),
+        *((name, "cpu") for name in _OF_MPS[:2]),
+        *(pytest.param(name, "cpu", marks=pytest.mark.slow) for name in _OF_MPS[2:]),
+    ],
+)
 def test_other_devices_do_not_have_the_limits_of_mps(name: str, device: str) -> None:
     assert not checked(name, device=device, machine=None).findings
 
@@ -166,8 +182,18 @@ def test_data_dependent_model_is_traced_with_real_samples() -> None:
     assert any("_linalg_eigh" in finding.what for finding in actual.findings)
 
 
-@pytest.mark.parametrize("name", ["gpt", "convnet", "lstm"])
-@pytest.mark.parametrize("device", ["mps", "cuda", "cpu"])
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        *(("mps", name) for name in ("gpt", "convnet", "lstm")),
+        ("cuda", "convnet"),
+        ("cpu", "lstm"),
+        pytest.param("cuda", "gpt", marks=pytest.mark.slow),
+        pytest.param("cuda", "lstm", marks=pytest.mark.slow),
+        pytest.param("cpu", "gpt", marks=pytest.mark.slow),
+        pytest.param("cpu", "convnet", marks=pytest.mark.slow),
+    ],
+)
 def test_correct_models_have_no_findings(name: str, device: str) -> None:
     machine = {"mps": "m2-air-8gb", "cuda": "h200", "cpu": "linux-2core"}[device]
     actual = check(getattr(sound_models, name), device=device, machine=machine)
@@ -176,6 +202,8 @@ def test_correct_models_have_no_findings(name: str, device: str) -> None:
     assert actual.num_operators > 100
 
 
+# Small models are traced in the same way, and huge ones are estimated without memory in test_memory_estimate.py.
+@pytest.mark.slow
 def test_large_model_is_traced_without_memory() -> None:
     actual = check(sound_models.gpt_350m, machine="m3-max-64gb")
     assert actual.num_parameters > 350_000_000

@@ -26,10 +26,8 @@ def home(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _built(home: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INSTALL], env=environment(home), capture_output=True, text=True, timeout=1800
-    )
+def _built(home: Path, warm_python: WarmPython) -> None:
+    done = warm_python.run("-c", INSTALL, cwd=home, env=environment(home), timeout=1800)
     assert done.returncode == 0, done.stderr
 
 
@@ -44,15 +42,33 @@ def python(home: Path, _built: None, tmp_path: Path, warm_python: WarmPython) ->
 
 
 @pytest.fixture
-def run_pytest(home: Path, _built: None) -> Start:
-    """Run pytest as a project that depends on whet would."""
+def words_of_pytest() -> Sequence[str]:
+    """How a project that depends on whet would start pytest."""
     # A checkout that is not installed has no entry point.
     is_known = list(entry_points(group="pytest11", name="virtual-mac"))
-    plugin: Sequence[str] = () if is_known else ("-p", "whet.device.virtual_mac.plugin")
+    return ("-m", "pytest", "-p", "no:cacheprovider", *(() if is_known else ("-p", "whet.device.virtual_mac.plugin")))
+
+
+@pytest.fixture
+def run_pytest(home: Path, _built: None, words_of_pytest: Sequence[str]) -> Start:
+    """Run pytest as a project that depends on whet would."""
 
     def run(*arguments: object, cwd: Path = ROOT, **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *map(str, arguments)]
+        command = [sys.executable, *words_of_pytest, *map(str, arguments)]
         env = environment(home, **changes)
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
+
+    return run
+
+
+@pytest.fixture
+def run_checks(home: Path, _built: None, words_of_pytest: Sequence[str], warm_python: WarmPython) -> Start:
+    """Run the checks of a file of `inside`, or of a folder, on a virtual Mac; torch has been imported already."""
+
+    def run(*arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
+        # The fork has imported whet already, and pytest would have rewritten the asserts of a plugin.
+        quiet = ("-q", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+        words = (*words_of_pytest, *quiet, "--virtual-mac", "m2-air-8gb", *arguments)
+        return warm_python.run(*words, cwd=ROOT, env=environment(home, **changes))
 
     return run

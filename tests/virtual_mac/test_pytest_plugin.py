@@ -108,12 +108,12 @@ def test_an_unknown_machine_is_a_usage_error(run_pytest, tmp_path: Path) -> None
     assert "did you mean 'm2-air-8gb'?" in done.stderr
 
 
-def test_the_promises_of_every_device_hold(run_pytest) -> None:
+def test_the_promises_of_every_device_hold(run_checks) -> None:
     # Set here as whet's device would set them, since no test may change the environment.
     watermarks = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "1.0", "PYTORCH_MPS_LOW_WATERMARK_RATIO": "0.9"}
     # The tests that take a device; others have "mps" in their names and need no device.
     chosen = ("tests/device", "-k", "mps", "-m", "gpu and not slow")
-    done = run_pytest("-q", "--virtual-mac", "m2-air-8gb", *chosen, **watermarks)
+    done = run_checks(*chosen, **watermarks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.rpartition(" passed")[0].rpartition("\n")[2]) >= 25
 

@@ -9,15 +9,16 @@ import pytest
 
 from paths import ROOT
 from virtual_process import INSTALL, environment
+from warm_python import WarmPython
 
 pytestmark = [pytest.mark.torch, pytest.mark.virtual_mac]
 
 
-def test_checks_on_the_virtual_mac(run_pytest) -> None:
+def test_checks_on_the_virtual_mac(run_checks) -> None:
     # torch's own defaults; whet's device would set lower ones in the middle of the checks.
     watermarks = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "1.7", "PYTORCH_MPS_LOW_WATERMARK_RATIO": "1.4"}
     checks = "tests/virtual_mac/inside/check_device.py"
-    done = run_pytest("-q", "--virtual-mac", "m2-air-8gb", checks, **watermarks)
+    done = run_checks(checks, **watermarks)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
@@ -81,23 +82,25 @@ def test_another_torch_is_refused_with_the_reason(python, lie: str, reason: str)
     assert reason in done.stderr
 
 
-def test_without_a_compiler_the_error_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_a_compiler_the_error_says_what_is_missing(tmp_path: Path, warm_python: WarmPython) -> None:
     env = environment(tmp_path / "home", CXX="no-such-compiler")
-    done = subprocess.run([sys.executable, "-c", INSTALL], env=env, capture_output=True, text=True, timeout=600)
+    done = warm_python.run("-c", INSTALL, cwd=tmp_path, env=env)
     assert done.returncode == 1
     assert "the virtual Mac needs a C++ compiler" in done.stderr
     assert "got: no no-such-compiler" in done.stderr
     assert "try: pip install" in done.stderr
 
 
-def test_a_failed_build_reports_the_first_error_and_leaves_nothing_to_load(tmp_path: Path) -> None:
+def test_a_failed_build_reports_the_first_error_and_leaves_nothing_to_load(
+    tmp_path: Path, warm_python: WarmPython
+) -> None:
     compiler = tmp_path / "cc-that-fails"
     compiler.write_text(
         '#!/bin/sh\ncase "$*" in *.cpp*) echo "x.cpp:1: error: planted" >&2; exit 1;; *) exec c++ "$@";; esac\n'
     )
     compiler.chmod(0o755)
     env = environment(tmp_path / "home", CXX=str(compiler))
-    done = subprocess.run([sys.executable, "-c", INSTALL], env=env, capture_output=True, text=True, timeout=600)
+    done = warm_python.run("-c", INSTALL, cwd=tmp_path, env=env)
     assert done.returncode == 1
     assert "the virtual Mac could not be built" in done.stderr
     assert "planted" in done.stderr

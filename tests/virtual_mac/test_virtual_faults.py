@@ -17,9 +17,9 @@ def examples() -> list[str]:
     return EXAMPLE.findall((ROOT / "docs" / "apple.md").read_text())
 
 
-def test_checks_of_simulated_faults(run_pytest) -> None:
+def test_checks_of_simulated_faults(run_checks) -> None:
     checks = "tests/virtual_mac/inside/check_faults.py"
-    done = run_pytest("-q", "--virtual-mac", "m2-air-8gb", checks)
+    done = run_checks(checks)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None

@@ -1,12 +1,11 @@
 """Several processes on a simulated Mac: refused before any of them starts."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from virtual_process import INSTALL, environment
+from warm_python import WarmPython
 
 pytestmark = [pytest.mark.torch, pytest.mark.virtual_mac]
 
@@ -14,7 +13,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 
 
 @pytest.mark.usefixtures("_built")
-def test_several_processes_are_refused_on_a_simulated_mac(tmp_path: Path, home: Path) -> None:
+def test_several_processes_are_refused_on_a_simulated_mac(tmp_path: Path, home: Path, warm_python: WarmPython) -> None:
     """Both commands run in one process, because a virtual Mac takes seconds to set up."""
     program = (
         INSTALL
@@ -24,14 +23,7 @@ def test_several_processes_are_refused_on_a_simulated_mac(tmp_path: Path, home: 
         + f"os.environ.update({TORCHRUN!r}, MASTER_PORT='29500')\n"
         + "codes.append(run(['train', 'text', '--device', 'mps']))\nprint(codes, os.listdir())"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    ended = warm_python.run("-c", program, cwd=tmp_path, env=environment(home))
     assert ended.stdout.strip() == "[2, 2, 2] []", ended.stderr
     assert ended.stderr.count("several processes cannot train together on MPS") == 3
     assert ended.stderr.count("--device cpu, where they communicate through gloo") == 3

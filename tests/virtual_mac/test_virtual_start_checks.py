@@ -7,8 +7,8 @@ import pytest
 pytestmark = [pytest.mark.torch, pytest.mark.virtual_mac]
 
 
-def test_checks_before_the_first_step_simulated(run_pytest) -> None:
-    done = run_pytest("-q", "--virtual-mac", "m2-air-8gb", "tests/virtual_mac/inside/check_start.py")
+def test_checks_before_the_first_step_simulated(run_checks) -> None:
+    done = run_checks("tests/virtual_mac/inside/check_start.py")
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None

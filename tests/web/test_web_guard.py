@@ -353,7 +353,13 @@ def test_a_folder_for_tokens_that_others_can_read_is_closed_first(
 # G5: slow clients.
 
 
-@pytest.mark.parametrize("counts", [(12, 12, 12, 8, 4), (200, 100, 140, 8, 4)], ids=["some", "more than fit"])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param((12, 12, 12, 8, 4), id="some", marks=pytest.mark.slow),
+        pytest.param((200, 100, 140, 8, 4), id="more than fit"),
+    ],
+)
 def test_slow_clients_are_disconnected_while_others_are_served(
     server: Served, counts: tuple[int, ...], report_count: ReportCount
 ) -> None:

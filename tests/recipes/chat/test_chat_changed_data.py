@@ -46,7 +46,11 @@ def embed(monkeypatch: pytest.MonkeyPatch, home: Path, *, num: int) -> None:
     [
         ({}, f"whet has changed since (still {installed_versions()['whet']}, with other files)"),
         ({"whet": "0.0.1"}, f"whet has changed since (0.0.1 -> {installed_versions()['whet']})"),
-        ({"python": "3.10.0"}, f"Python has changed since (3.10.0 -> {installed_versions()['python']})"),
+        pytest.param(
+            {"python": "3.10.0"},
+            f"Python has changed since (3.10.0 -> {installed_versions()['python']})",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_changed_embedded_conversations_are_an_error_with_the_reason(

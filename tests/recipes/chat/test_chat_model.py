@@ -203,7 +203,9 @@ def test_gradients_reach_every_weight_in_half_precision_too() -> None:
         assert torch.cosine_similarity(half.flatten(), exact.flatten(), dim=0) > 0.98, name
 
 
-@pytest.mark.parametrize("words", [("arch.supervision=2", "ema=true"), ("arch=gpt",)], ids=str)
+@pytest.mark.parametrize(
+    "words", [("arch.supervision=2", "ema=true"), pytest.param(("arch=gpt",), marks=pytest.mark.slow)], ids=str
+)
 def test_a_training_in_two_sessions_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:

@@ -301,7 +301,11 @@ def unknown() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("make", "how", "micro_batch"),
-    [(bert_model, "packed_bucketed", 8), (bert_model, "packed_bucketed", 3), (unknown, "bucketed", 8)],
+    [
+        (bert_model, "packed_bucketed", 8),
+        pytest.param(bert_model, "packed_bucketed", 3, marks=pytest.mark.slow),
+        (unknown, "bucketed", 8),
+    ],
 )
 def test_simulated_graph_replays_equal_eager_steps(
     make: Callable[[], nn.Module], how: LengthMode, micro_batch: int

@@ -89,7 +89,8 @@ def test_transformers_loads_the_export_with_equal_predictions(pair_run: Path, tm
     export_model(pair_run, to="transformers", out=tmp_path / "out", force=True, checkpoint="last")
 
 
-@pytest.mark.parametrize("kind", ["small", pytest.param("pair", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["small", "pair"])
 def test_onnx_logits_are_equal_for_other_shapes(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     reference = pytest.importorskip("onnx.reference", reason="the extra onnx")
     pytest.importorskip("onnxscript", reason="the extra onnx")

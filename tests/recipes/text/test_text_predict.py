@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def lengths(*, most: int = 60) -> Iterator[str]:
         yield " ".join(args[(number * 3 + place * place) % 8] for place in range(1 + number * 7 % most))
 
 
-@pytest.mark.parametrize("kind", ["small", "pairs"])
+@pytest.mark.parametrize("kind", ["small", pytest.param("pairs", marks=pytest.mark.slow)])
 def test_probabilities_do_not_depend_on_batching(kind: str, request: pytest.FixtureRequest) -> None:
     answers = predictor(request.getfixturevalue("run" if kind == "small" else "pair_run"))
     # The tiny model has 24 positions: most pairs fit, and differ in length.
@@ -241,10 +242,11 @@ def test_labels_are_scored_if_the_first_row_has_none(run: Path, tmp_path: Path, 
 @pytest.mark.parametrize("where", ["| head -1", "<&- >/dev/null"])
 def test_a_closed_pipe_is_not_an_error(run: Path, tmp_path: Path, where: str) -> None:
     file = tmp_path / "many.csv"
-    file.write_text("text\n" + "the fox\n" * 3_000)
+    file.write_text("text\n" + "the fox\n" * 1_500)
     asked, code = (file, 0) if "head" in where else ("-", 2)
     command = f"{sys.executable} -m whet predict {run} {asked} {where}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env)
     assert done.returncode == code, done.stderr
     assert ("nothing to predict" in done.stderr) == bool(code)
 

@@ -36,6 +36,7 @@ from whet.recipes.text.pretrained import FineTuning, load_pretrained, save_trans
 
 TEXTS = ("the fox of fox red", "some flint of flint the flint four", "a")
 CLASSES = ("animal", "plant", "stone")
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,13 @@ def used(run: Run) -> tuple[Any, Any]:
     return network.eval(), answer
 
 
-@pytest.mark.parametrize("args", [("epochs=8", "lr=3e-3"), ("epochs=8", "lora=4", "lr=1e-2")], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param(("epochs=8", "lr=3e-3"), marks=pytest.mark.slow, id="whole"),
+        pytest.param(("epochs=8", "lora=4", "lr=1e-2"), id="lora"),
+    ],
+)
 def test_a_run_does_not_need_the_original_folder(
     tmp_path: Path, model: Path, table: Path, args: tuple[str, ...]
 ) -> None:
@@ -92,7 +99,10 @@ def test_a_run_does_not_need_the_original_folder(
     torch.testing.assert_close(shares, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("what", "num_frozen"), [("embeddings", 0), ("2", 2), ("encoder", 3)])
+@pytest.mark.parametrize(
+    ("what", "num_frozen"),
+    [pytest.param("embeddings", 0, marks=SLOW), ("2", 2), pytest.param("encoder", 3, marks=SLOW)],
+)
 def test_frozen_weights_stay_and_others_change(
     tmp_path: Path, model: Path, table: Path, what: str, num_frozen: int
 ) -> None:
@@ -201,7 +211,17 @@ def test_a_real_encoder_ranks_similar_texts() -> None:
     assert float(means[0] @ means[1]) > 0.4 > float(means[0] @ means[2])
 
 
-@pytest.mark.parametrize("args", [(), ("freeze=embeddings",), ("freeze=2",), ("freeze=encoder",), ("lora=4",)], ids=str)
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param((), marks=SLOW),
+        pytest.param(("freeze=embeddings",), marks=SLOW),
+        ("freeze=2",),
+        pytest.param(("freeze=encoder",), marks=SLOW),
+        ("lora=4",),
+    ],
+    ids=str,
+)
 def test_only_trained_parameters_have_gradients_and_optimizer_state(
     tmp_path: Path, model: Path, table: Path, args: tuple[str, ...]
 ) -> None:

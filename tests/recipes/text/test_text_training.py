@@ -13,7 +13,6 @@ from torch.nn import functional
 
 import whet
 from fork_server import TIMEOUT_SECONDS
-from paths import Run
 from warm_python import Program, WarmPython
 from whet.checkpoint import store
 from whet.config.resolve import resolve_config
@@ -71,10 +70,9 @@ def losses(run: Path) -> dict[int, float]:
     return {event.step: event.number("loss") for event in read_events(open_run(run), kinds=("step",))}
 
 
-def test_train_report_and_predict(whet: Run, cli: Cli, table: Path, tmp_path: Path) -> None:
-    done = whet("train", "text", f"data={table}", "epochs=3", "lr=3e-3", *SMALL, OMP_NUM_THREADS="1")
-    errors, out = done.stderr, done.stdout
-    assert done.returncode == 0, errors
+def test_train_report_and_predict(cli: Cli, table: Path, tmp_path: Path) -> None:
+    code, out, errors = cli.run("train", "text", f"data={table}", "epochs=3", "lr=3e-3", *SMALL)
+    assert code == 0, errors
     assert "\nnext      whet report runs/text-001 " in errors
     run = tmp_path / "runs" / "text-001"
     assert out.startswith("ended     all 3 epochs done; ")
@@ -390,6 +388,7 @@ def test_another_learning_rate_needs_allow(cli: Cli, table: Path) -> None:
     assert rates == pytest.approx([0.002, 0.002, 0.005, 0.005])
 
 
+@pytest.mark.slow
 def test_another_batch_size_needs_allow(cli: Cli, table: Path) -> None:
     words = ("train", "text", f"data={table}", *SMALL, "--run", "run")
     assert cli.run(*words, "max_steps=2")[0] == 0

@@ -18,7 +18,7 @@ from whet.recipes.text.recipe import recipe as text_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 NUM_STEPS, BATCH = 50, 8
 
