@@ -38,11 +38,13 @@ class Started:
         """Return whether the process printed a line with this prefix before it ended."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
+            ended = self.life.poll()
             lines = self.lines()
             if any(line.startswith(word) for line in lines):
                 return True
             if any(line.startswith("left") for line in lines):
                 return False
+            assert ended is None, f"the process ended before {word!r}: {ended}"
             time.sleep(0.003)
         raise AssertionError(f"no {word!r} in {seconds} s")
 

@@ -32,14 +32,25 @@ class ForkedProcess:
         self.pid = pid
         self._fork_server = fork_server
         self._errors = errors
+        self._exit: ProcessExit | None = None
 
     def send(self, number: int) -> None:
-        os.kill(self.pid, number)
+        # Once its end is known, its pid may belong to another process.
+        if self._exit is None:
+            os.kill(self.pid, number)
+
+    def poll(self, *, seconds: float = 0) -> ProcessExit | None:
+        """Return how the process ended; None if it is still running after `seconds`."""
+        if self._exit is None:
+            answer = self._fork_server.send({"wait": self.pid, "seconds": seconds})
+            if answer["code"] is not None:
+                self._exit = ProcessExit(answer["code"], self._errors.read_text())
+        return self._exit
 
     def wait(self, *, seconds: float = TIMEOUT_SECONDS) -> ProcessExit:
-        answer = self._fork_server.send({"wait": self.pid, "seconds": seconds})
-        assert answer["code"] is not None, f"the process did not end in {seconds} s: {self._errors.read_text()}"
-        return ProcessExit(answer["code"], self._errors.read_text())
+        ended = self.poll(seconds=seconds)
+        assert ended is not None, f"the process did not end in {seconds} s: {self._errors.read_text()}"
+        return ended
 
 
 class ForkServer:
@@ -134,12 +145,13 @@ def _fork(request: dict) -> int:
 
 def _wait(request: dict) -> int | None:
     deadline = time.monotonic() + request["seconds"]
-    while time.monotonic() < deadline:
+    while True:
         pid, status = os.waitpid(request["wait"], os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= deadline:
+            return None
         time.sleep(0.005)
-    return None
 
 
 if __name__ == "__main__":

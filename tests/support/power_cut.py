@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -16,26 +17,37 @@ class Disk:
     def __init__(self, folder: Path, *, megabytes: int = 24) -> None:
         self.place = folder / "disk"
         self._image = folder / "image"
+        self._num_cuts = 0
         self.place.mkdir()
         with self._image.open("wb") as file:
             file.truncate(megabytes * 1024**2)
         _run("mkfs.ext4", "-q", "-F", self._image)
-        self.mount()
+        self._mount()
 
-    def mount(self) -> None:
-        """Mount again, which replays the journal as after a power cut."""
+    def remount(self) -> None:
+        """Mount what has reached the medium, which replays the journal as after a power cut.
+
+        A copy is mounted: while another mount namespace still holds the old mount, mounting the same image again would
+        return the filesystem that was shut down.
+        """
+        _run("umount", self.place)
+        copy = self._image.with_suffix(f".{self._num_cuts}")
+        shutil.copyfile(self._image, copy)
+        self._image.unlink()
+        self._image = copy
+        self._mount()
+
+    def _mount(self) -> None:
         _run("mount", "-o", "loop", self._image, self.place)
 
     def cut(self) -> None:
         """From now on nothing reaches the medium, not even data that the journal holds in memory."""
+        self._num_cuts += 1
         descriptor = os.open(self.place, os.O_RDONLY)
         try:
             fcntl.ioctl(descriptor, EXT4_SHUTDOWN, struct.pack("I", WITHOUT_JOURNAL_FLUSH))
         finally:
             os.close(descriptor)
-
-    def unmount(self) -> None:
-        _run("umount", self.place)
 
     def close(self) -> None:
         subprocess.run(["umount", "-l", str(self.place)], capture_output=True, check=False)
