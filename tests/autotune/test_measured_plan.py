@@ -162,6 +162,7 @@ def test_long_run_is_measured_once_and_cached(monkeypatch):
 
     logged.clear()
     # Whether it is measured, not what is found.
+    monkeypatch.setattr(tune, "MIN_BUDGET_SECONDS", 0.0)
     monkeypatch.setattr(tune, "budget_seconds", lambda _: 0.5)
     other = a_session(a_model(), logged=logged, global_batch_size=16)
     other.config = tune.with_measured_plan(other.config, Loss(other.model))

@@ -372,7 +372,7 @@ def test_line_breaks_in_a_name_forge_no_row(
     assert run(["runs"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) == 2
-    assert "mine?other  done" in listed[1]
+    assert "mine other  done" in listed[1]
 
 
 def test_hints_for_a_leading_dash_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
