@@ -9,6 +9,11 @@ import torch
 import whet
 from small_models import convnet, images
 from whet.base.errors import UsageError
+from whet.machine.known import load_machine
+from whet.plan.plan import make_plan, read_plan, with_more_facts, with_runtime_changes, with_smaller_micro_batch
+from whet.plan.setting import MeasuredSetting
+from whet.plan.workload import Workload
+from whet.run.folder import open_run
 from whet.training.callback import Callback
 
 pytestmark = pytest.mark.torch
@@ -132,3 +137,61 @@ def test_a_micro_batch_with_batchnorm_is_executed_or_refused(split_batch: Any, t
         with pytest.raises(UsageError, match="micro_batch=4 would change the training"):
             train()
         assert not (tmp_path / "run").exists()
+
+
+def test_changes_at_run_time_survive_a_loss_that_needs_the_whole_batch(tmp_path: Path) -> None:
+    """A second loss makes a new plan. The settings that are in force, and those of evaluation, stay as they are."""
+    torch.manual_seed(0)
+    model, (x, y) = convnet(), images(32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    changes = {"graph": "off", "optimizer_kernels": "yours", "precision": "fp32", "eval_batch": 3, "lengths": "fixed"}
+
+    def mean(batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def largest(batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none").max()
+
+    overrides = {"precision": "bf16", "graph": "on"}
+    keywords: Any = {"measure": False, "on_event": None, "device": "cpu", "overrides": overrides}
+    with whet.Session(
+        model, optimizer, (x, y), global_batch_size=16, epochs=3, run=tmp_path / "run", **keywords
+    ) as session:
+        for number, batch in enumerate(session):
+            if number == 1:
+                session.run.use_plan(
+                    with_runtime_changes(
+                        with_smaller_micro_batch(session.plan, 4, reason="memory ran out", problem="for this test"),
+                        {name: MeasuredSetting(value=v, reason="test", evidence={}) for name, v in changes.items()},
+                    )
+                )
+            session.step(mean if number < 2 else largest, batch)
+            if number == 2:
+                assert session.plan.workload.split_obstacle is not None
+                assert session.plan.micro_batch == 16, "the step was not split, so the plan must not say that it was"
+                break
+    saved = read_plan(open_run(tmp_path / "run").plan, where="the test")
+    for plan in (session.plan, saved):
+        assert {name: plan.settings[name].value for name in changes} == changes
+
+
+def test_a_measured_micro_batch_gives_way_to_whole_batches() -> None:
+    measured = {"micro_batch": MeasuredSetting(value=4, reason="fastest", evidence={})}
+    workload = Workload(recipe="test", num_parameters=1_000, global_batch_size=16, max_length=1)
+    plan = make_plan(load_machine("linux-2core"), workload, measured=measured)
+    assert (plan.micro_batch, with_more_facts(plan, {"split_obstacle": "a maximum"}, is_started=True).micro_batch) == (
+        4,
+        16,
+    )
+
+
+def test_memory_per_sample_decides_again_only_what_is_not_in_force_yet() -> None:
+    workload = Workload(recipe="test", num_parameters=1_000, global_batch_size=64, max_length=1)
+    machine = load_machine("m2-air-8gb")
+    plan = with_smaller_micro_batch(make_plan(machine, workload), 4, reason="memory ran out", problem="for this test")
+    plan = with_runtime_changes(plan, {"precision": MeasuredSetting(value="fp32", reason="wrong", evidence={})})
+    for activation_bytes, expected in ((1, 4), (2**31, 2)):
+        again = with_more_facts(plan, {"activation_bytes": activation_bytes}, is_started=False)
+        assert again.workload.activation_bytes == activation_bytes
+        assert again.micro_batch == expected, "at most what fitted, and at most what is predicted to fit"
+        assert again.precision == "fp32"

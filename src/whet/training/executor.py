@@ -71,7 +71,8 @@ class Executor:
         self.splitting = BatchSplitting(run)
         self.moved_from: str | None = None
         """The kind of device before the resume; None if it has not changed."""
-        self._is_ready = False
+        self.is_ready = False
+        """Whether the model has been verified and compiled, so that the plan is in force."""
         self._has_stepped = False
         self._oom_step: int | None = None
 
@@ -287,7 +288,7 @@ class Executor:
 
     def prepare(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str) -> None:
         """Run the checks that precede the first step, and the first step of each optimizer and loss."""
-        is_first = not self._is_ready
+        is_first = not self.is_ready
         if is_first:
             with preserve_loss_modules(loss, self._run.model):
                 self._prepare(loss, batch, number=number)
@@ -323,7 +324,7 @@ class Executor:
             )
             if plan is not run.plan:
                 run.use_plan(plan)
-        self._is_ready = True
+        self.is_ready = True
 
     def _check_attention_is_used(self, loss: MicroLoss, batch: GlobalBatch) -> None:
         run = self._run
