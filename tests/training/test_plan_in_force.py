@@ -5,16 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 import whet
 from small_models import convnet, images
 from whet.base.errors import UsageError
+from whet.device.open import current_machine
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan, read_plan, with_more_facts, with_runtime_changes, with_smaller_micro_batch
 from whet.plan.setting import MeasuredSetting
 from whet.plan.workload import Workload
 from whet.run.folder import open_run
+from whet.step.optimizers import OptimizerChoice
 from whet.training.callback import Callback
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
 
 pytestmark = pytest.mark.torch
 
@@ -195,3 +201,36 @@ def test_memory_per_sample_decides_again_only_what_is_not_in_force_yet() -> None
         assert again.workload.activation_bytes == activation_bytes
         assert again.micro_batch == expected, "at most what fitted, and at most what is predicted to fit"
         assert again.precision == "fp32"
+
+
+def test_measured_steps_run_under_the_settings_of_training() -> None:
+    """Deterministic kernels and explicit masks hold in measured steps, in the first loss and in trained steps."""
+    torch.manual_seed(0)
+    model, data = convnet(), images(16, seed=0)
+    overrides = {"deterministic": "on", "causal_mask": "explicit", "micro_batch": 8}
+    flag, in_force = functional.scaled_dot_product_attention, list[tuple[bool, Any]]()
+
+    def loss(batch: Any) -> torch.Tensor:
+        in_force.append((torch.are_deterministic_algorithms_enabled(), functional.scaled_dot_product_attention))
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    training = parse_training_config({"global_batch_size": 8})
+    machine, system_state = current_machine()
+    workload = describe_workload(model, data, training, recipe="net")
+    plan = make_plan(machine, workload, overrides={**overrides, "device": "cpu"}, system_state=system_state)
+    with LocalStepBench(model, OptimizerChoice(), data, training, loss=loss, plan=plan) as bench:
+        in_force.clear()
+        bench.first_loss()
+        prepared = bench.prepare({}, seconds=60.0)
+        prepared.step(0)
+        prepared.close()
+    measured = set(in_force)
+    in_force.clear()
+    keywords: Any = {"global_batch_size": 8, "measure": False, "on_event": None, "device": "cpu"}
+    whet.train(model, data, loss=loss, optimizer=OptimizerChoice(), max_steps=2, overrides=overrides, **keywords)
+    assert measured == {in_force[-1]}, "also the same function: another one would be compiled again"
+    ((is_deterministic, attention),) = measured
+    assert is_deterministic
+    assert attention is not flag
+    assert functional.scaled_dot_product_attention is flag
+    assert not torch.are_deterministic_algorithms_enabled()

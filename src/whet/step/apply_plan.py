@@ -6,7 +6,7 @@ one, because it verifies the model in between; measuring enters the whole contex
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,12 +25,14 @@ from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo
 from whet.distributed.strategies import ParallelStrategy, ReplicatedStrategy
 from whet.plan.plan import Plan, override
+from whet.step.attention import use_explicit_masks
 from whet.step.ema import Ema
 from whet.step.graphs import GraphedStepper
 from whet.step.model_contexts import (
     CompiledCalls,
     WeightLayout,
     checkpoint_activations,
+    deterministic,
     find_blocks,
     split_large_heads,
 )
@@ -226,8 +228,13 @@ def set_process_settings(plan: Plan, device: AbstractDevice) -> None:
 
 @contextmanager
 def apply_kernels(plan: Plan, model: nn.Module, device: AbstractDevice) -> Iterator[None]:
-    """Use the planned attention and norm kernels, and split products that the device would compute wrongly."""
-    with device.use_kernels(attention=plan.attention, norms=plan.norms), split_large_heads(plan, model):
+    """Use the planned kernels and causal masks, and split products that the device would compute wrongly."""
+    with (
+        deterministic(plan.deterministic == "on"),
+        use_explicit_masks() if plan.causal_mask == "explicit" else nullcontext(),
+        device.use_kernels(attention=plan.attention, norms=plan.norms),
+        split_large_heads(plan, model),
+    ):
         yield
 
 
@@ -241,7 +248,7 @@ def apply_plan(
     optimizer: Optimizer | None = None,
     compiled: CompiledCalls | None = None,
 ) -> Iterator[None]:
-    """Apply a plan inside the `with` block: layout, threads, precision, kernels, checkpointing and compilation.
+    """Apply a plan inside the `with` block: layout, threads, precision, kernels, masks, checkpointing and compilation.
 
     The caller creates `compiled`, so that compiled code is reused when the plan is applied again.
     """

@@ -32,7 +32,6 @@ from whet.training.notebook import describe_held_memory, name_held_memory
 from whet.training.splitting import BatchSplitting
 from whet.training.start_checks import StartChecks, uncompiled_plan
 from whet.training.workload import calls_attention, measure_activation_bytes, preserve_loss_modules
-from whet.verify.start.causality import use_explicit_masks
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
@@ -58,8 +57,6 @@ class Executor:
         self._evaluator = Evaluator(run)
         self._exit_stack.callback(self._evaluator.close)
         # Apply this here rather than at the first step, because an evaluation may run earlier.
-        if plan.causal_mask == "explicit":
-            self._exit_stack.enter_context(use_explicit_masks())
         self._exit_stack.enter_context(apply_kernels(plan, run.model, run.device))
         if plan.freed_memory == "kept":
             self._exit_stack.enter_context(run.device.memory.keep_freed())

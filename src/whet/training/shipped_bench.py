@@ -28,7 +28,6 @@ from whet.device.open import open_device
 from whet.machine.pressure import read_system_state
 from whet.plan.plan import Plan, override, read_plan
 from whet.step.loss import LossFunction
-from whet.step.model_contexts import deterministic
 from whet.step.optimizers import OptimizerChoice
 from whet.training.step_bench import LocalStepBench
 from whet.training.training_config import TrainingConfig
@@ -63,7 +62,6 @@ class ShippedTraining:
     batches: RecordedBatches
     training: TrainingConfig
     default_dtype: torch.dtype
-    is_deterministic: bool
 
 
 def shipped_bench(
@@ -97,7 +95,6 @@ def shipped_bench(
         batches=batches,
         training=training,
         default_dtype=torch.get_default_dtype(),
-        is_deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     fixed = {name: plan.settings[name].value for name in _DATA_SETTINGS}
     return ProcessStepBench(
@@ -119,18 +116,15 @@ def open_shipped(arguments: Mapping[str, Any], stream: IO[bytes]) -> Iterator[Lo
             raise NotShippedError(f"{type(error).__name__}: {error}"[:300]) from error
     plan = read_plan(arguments["plan"], where="the plan of the training process")
     torch.set_default_dtype(shipped.default_dtype)
-    with (
-        deterministic(shipped.is_deterministic),
-        LocalStepBench(
-            shipped.model,
-            shipped.optimizer,
-            shipped.batches,
-            shipped.training,
-            loss=shipped.loss,
-            plan=plan,
-            may_compile=True,
-        ) as bench,
-    ):
+    with LocalStepBench(
+        shipped.model,
+        shipped.optimizer,
+        shipped.batches,
+        shipped.training,
+        loss=shipped.loss,
+        plan=plan,
+        may_compile=True,
+    ) as bench:
         _check_first_loss(bench, float.fromhex(arguments["first_loss"]))
         yield bench
 

@@ -19,13 +19,13 @@ from whet.device.kernels.switches import use_torch_kernels
 from whet.device.mps import make_contiguous
 from whet.plan.plan import Plan, with_runtime_changes
 from whet.plan.setting import MeasuredSetting
+from whet.step.attention import use_explicit_masks
 from whet.step.loss import MicroLoss
 from whet.step.model_contexts import CompiledCalls, compile_obstacle
 from whet.step.step import Stepper
 from whet.step.unpadding import Unpadding, unpadding_obstacle
 from whet.training.model_check import ModelCheck, ModelCheckResult, run_check
 from whet.verify.start import cache, compiled
-from whet.verify.start.causality import use_explicit_masks
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
