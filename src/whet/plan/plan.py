@@ -12,7 +12,7 @@ from whet.plan.environment import forced_value, no_effect_reason
 from whet.plan.rule import Rule, RuleContext
 from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar, Setting, TuneTrial
-from whet.plan.values import DECLARED, SETTING_NAMES, SettingValues
+from whet.plan.values import DECLARED, SETTING_NAMES, SettingValues, names_of
 from whet.plan.warnings import known_hazards, plan_warnings
 from whet.plan.workload import AutoBatch, Workload
 
@@ -31,10 +31,6 @@ _DERIVED = {
     "prefetch_factor": "prefetch=N",
     "watermarks": "high_watermark and low_watermark",
 }
-
-
-_DECIDED_BY_MEMORY = ("activation_checkpointing", "micro_batch", "eval_batch", "lengths")
-"""Settings that may change between the measurement of the memory per sample and the first step."""
 
 
 class Plan(FrozenModel, SettingValues):
@@ -139,7 +135,7 @@ def with_more_facts(plan: Plan, facts: Mapping[str, Any], *, is_started: bool) -
         system_state=plan.system_state,
         trials=plan.trials,
     )
-    names = ("micro_batch",) if is_started else _DECIDED_BY_MEMORY
+    names = ("micro_batch",) if is_started else names_of(lambda setting: setting.depends_on_samples)
     settings = {**plan.settings, **{name: decided.settings[name] for name in names}}
     return keep_runtime_changes(decided.model_copy(update={"settings": settings}), earlier=plan)
 

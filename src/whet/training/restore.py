@@ -19,6 +19,7 @@ from whet.checkpoint.snapshot import Snapshot
 from whet.checkpoint.snapshot_restore import MOVE_CHECKPOINT, restore_registered, restore_snapshot
 from whet.device.abstract import AbstractDevice
 from whet.plan.plan import Plan
+from whet.plan.values import names_of
 from whet.run.event import INCIDENT_KINDS
 from whet.run.events import History
 from whet.run.folder import Run
@@ -26,22 +27,6 @@ from whet.training.state_check import restored_differences
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
-
-_ROUNDING_SETTINGS = (
-    "precision",
-    "loss_scaling",
-    "micro_batch",
-    "lengths",
-    "optimizer_kernels",
-    "compile",
-    "graph",
-    "layout",
-    "attention",
-    "norms",
-    "causal_mask",
-)
-"""Settings of the plan that affect rounding or the order of sums, and therefore the last bits of the result."""
-
 
 _CPU_VARIABLES = ("MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE")
 _CUDA_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
@@ -56,7 +41,7 @@ def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) 
     accelerator = plan.machine.accelerator(device.kind)
     system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.system()
     return {
-        **{name: plan.settings[name].value for name in _ROUNDING_SETTINGS},
+        **{name: plan.settings[name].value for name in names_of(lambda setting: setting.is_rounding)},
         "whet": VERSION,
         "torch": str(torch.__version__),
         "numpy": np.__version__,

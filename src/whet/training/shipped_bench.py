@@ -27,6 +27,7 @@ from whet.data.recorded import RecordedBatches
 from whet.device.open import open_device
 from whet.machine.pressure import read_system_state
 from whet.plan.plan import Plan, override, read_plan
+from whet.plan.values import names_of
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
 from whet.training.step_bench import LocalStepBench
@@ -40,8 +41,6 @@ _MAX_MEMORY_SHARE = 0.9
 """Fraction of the free host memory at which the process is killed, before the kernel kills another one."""
 _MAX_READ_SHARE = 0.5
 """If reading takes a larger fraction of a step, the data settings matter most, and only this process can try them."""
-_DATA_SETTINGS = ("workers", "prefetch", "worker_start_method", "data_location")
-"""Settings that the child process cannot try, because it has a few batches rather than the data."""
 
 
 class NotShippedError(WhetError):
@@ -96,7 +95,8 @@ def shipped_bench(
         training=training,
         default_dtype=torch.get_default_dtype(),
     )
-    fixed = {name: plan.settings[name].value for name in _DATA_SETTINGS}
+    # The child process has a few batches rather than the data.
+    fixed = {name: plan.settings[name].value for name in names_of(lambda setting: setting.is_data)}
     return ProcessStepBench(
         _TARGET,
         {"plan": override(plan, fixed).as_json(), "first_loss": first_loss.hex()},

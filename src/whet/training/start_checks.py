@@ -30,8 +30,6 @@ from whet.verify.start import cache, compiled
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
-_KERNEL_SETTINGS = ("attention", "norms")
-"""Settings whose value "whet" selects whet's own kernels."""
 _NOT_COMPARED = "not compared with the model's own code"
 
 
@@ -63,7 +61,7 @@ def fallbacks(result: ModelCheckResult, steppers: Sequence[Stepper], plan: Plan)
     def changed(value: str, reason: str) -> MeasuredSetting:
         return MeasuredSetting(value=value, reason=reason, evidence=evidence)
 
-    own = [name for name in _KERNEL_SETTINGS if plan.settings[name].value == "whet" and name not in plan.overrides]
+    own = [name for name in _whet_kernels(plan) if name not in plan.overrides]
     if own:
         yield Fallback(
             description=f"{' and '.join(own)} by torch's kernels instead of whet's",
@@ -274,9 +272,7 @@ class StartChecks:
         hints = []
         if precision != "fp32" and "precision" in plan.overrides:
             hints.append(f"precision=fp32 instead of the precision={precision} that you asked for")
-        requested = [
-            name for name in _KERNEL_SETTINGS if plan.settings[name].value == "whet" and name in plan.overrides
-        ]
+        requested = [name for name in _whet_kernels(plan) if name in plan.overrides]
         hints += [f"{name}=torch instead of the {name}=whet that you asked for" for name in requested]
         if result.leak is not None:
             what = f"the model is not causal on {kind} in {precision}"
@@ -330,6 +326,11 @@ def uncompiled_plan(plan: Plan, *, reason: str, step: int) -> Plan:
     """Return the plan with compilation turned off from `step` on."""
     evidence = {"requested": plan.compile, "step": step}
     return with_runtime_changes(plan, {"compile": MeasuredSetting(value="off", reason=reason, evidence=evidence)})
+
+
+def _whet_kernels(plan: Plan) -> list[str]:
+    """Return the names of the settings that select whet's own kernels."""
+    return [name for name, setting in plan.settings.items() if setting.value == "whet"]
 
 
 def skip_reason(plan: Plan) -> str | None:
