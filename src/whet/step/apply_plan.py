@@ -12,14 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whet.base.errors import UsageError
 from whet.data.adapters import LoadingConfig, open_source
 from whet.data.loader import CollateFunction
 from whet.data.source import AbstractSource
 from whet.data.split import RankShare
 from whet.device.abstract import AbstractDevice, AbstractGraphs
 from whet.device.cpu import set_num_threads
-from whet.device.environment import FALLBACK, check_mps_memory, has_fallback
 from whet.device.open import open_device, rank_device
 from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo
@@ -60,14 +58,10 @@ def open_planned_device(plan: Plan, ranks: RankInfo | None = None) -> tuple[Plan
         plan = override(plan, {"device": "cpu"})
     elif str(plan.overrides.get("device", opened.device.kind)).partition(":")[0] != opened.device.kind:
         reason = plan.settings["device"].reason
-    if opened.device.kind == "mps" and plan.high_watermark is not None and plan.low_watermark is not None:
-        check_mps_memory((plan.high_watermark, plan.low_watermark))
-    if plan.mps_fallback == "on" and opened.device.kind == "mps" and not has_fallback():
-        raise UsageError(
-            "mps_fallback must be set before torch starts",
-            got=f"mps_fallback=on, and no {FALLBACK} in the environment",
-            try_=f"{FALLBACK}=1 python ..., or whet train, which sets it",
-        )
+    high, low = plan.high_watermark, plan.low_watermark
+    opened.device.check_environment(
+        watermarks=None if high is None or low is None else (high, low), needs_fallback=plan.mps_fallback == "on"
+    )
     set_process_settings(plan, opened.device)
     return plan, opened.device, reason
 

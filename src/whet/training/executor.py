@@ -392,7 +392,7 @@ class Executor:
         run = self._run
         if number != self._oom_step:
             self._oom_step = number
-            held = describe_held_memory(self._used(), device=run.device.kind)
+            held = describe_held_memory(self._used(), device=run.device)
             action = "garbage collected, the step is repeated" + (f"; {held}" if held else "")
             run.log.event("oom", step=number, reason=problem, action=action)
             return
@@ -412,7 +412,7 @@ class Executor:
                 whole_reason=whole_reason,
             )
         except InsufficientMemoryError as error:
-            raise name_held_memory(error, self._used(), device=run.device.kind) from None
+            raise name_held_memory(error, self._used(), device=run.device) from None
         run.use_plan(plan)
         action = f"micro-batch {run.plan.micro_batch} instead of {before.micro_batch}"
         if run.plan.activation_checkpointing != before.activation_checkpointing:

@@ -28,13 +28,6 @@ from whet.training.state_check import restored_differences
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
-_CPU_VARIABLES = ("MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE")
-_CUDA_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
-"""Environment variables that change the last bits and that no setting of the plan covers.
-
-OMP_NUM_THREADS and MKL_NUM_THREADS are not included: their effect is recorded as `threads`.
-"""
-
 
 def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) -> dict[str, EnvironmentValue]:
     """Return everything, apart from the training options, that affects the last bits of the result."""
@@ -56,7 +49,7 @@ def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) 
         "matmul_precision": torch.get_float32_matmul_precision(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        **{name: env.read(name) for name in _CPU_VARIABLES + (_CUDA_VARIABLES if device.kind == "cuda" else ())},
+        **{name: env.read(name) for name in device.rounding_variables},
     }
 
 
@@ -96,7 +89,7 @@ def describe_exactness(reasons: list[str], missing: list[str], device: AbstractD
     """
     if reasons:
         return "not bit-exact: " + "; ".join([*reasons, *missing])
-    is_deterministic = device.kind == "cpu" or torch.are_deterministic_algorithms_enabled()
+    is_deterministic = device.is_cpu or torch.are_deterministic_algorithms_enabled()
     kernels = [] if is_deterministic else [f"kernels of {device.kind} may round differently each time"]
     if is_custom_loop:
         return "; ".join([CUSTOM_LOOP, *missing, *kernels])

@@ -127,7 +127,7 @@ class StartChecks:
         """Verify the model before step `step + 1` and return the plan to continue with. Raise if no fallback helps."""
         run, plan, kind = self.run, self.run.plan, self.run.device.kind
         prefix = "" if moved_from is None else f"moved from {moved_from} to {kind}; "
-        if kind == "cpu" and run.config.outputs is None:
+        if run.device.is_cpu and run.config.outputs is None:
             return plan
         why_not = skip_reason(plan)
         if why_not is not None:
@@ -284,7 +284,7 @@ class StartChecks:
             hints.append("whet compare finds the operator")
         if moved_from is not None:
             hints.append(f"--device {moved_from} to resume there")
-        if kind != "cpu":
+        if not self.run.device.is_cpu:
             hints.append("--device cpu")
         return ModelCheckError(what, got=f"{prefix}{result}{failed}", try_="; ".join([*hints, "or verify=off"]))
 

@@ -68,7 +68,7 @@ def check_causality(
             return outputs(batch.map_tensors(device.put))
 
     flops = 2 * sum(p.numel() for p in model.parameters()) * len(micro) * sequence_length(micro)
-    affordable = int(_MAX_PROBE_FLOPS * (1 if device.kind == "cpu" else 3) / max(1, flops)) - 1
+    affordable = int(_MAX_PROBE_FLOPS * (1 if device.is_cpu else 3) / max(1, flops)) - 1
     passes = max(1, min(MAX_PASSES, affordable))
     return find_leak(compute, micro, tolerance=TOLERANCES[precision], max_passes=passes)
 
