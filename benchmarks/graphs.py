@@ -12,6 +12,7 @@ with dropout. `--simulated` is a smoke test on the CPU; its times mean nothing.
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +29,6 @@ from whet.autotune.step_bench import ProbeFailedError
 from whet.base.units import format_bytes
 from whet.data.batch import MicroBatch, Ragged
 from whet.device.cpu import CpuDevice
-from whet.device.fake import SimulatedGraphs
 from whet.run.events import History
 from whet.training.step_bench import NUM_BATCHES, LocalPreparedStep
 
@@ -238,6 +238,9 @@ def main() -> None:
     given = parser.parse_args()
     device = "cpu" if given.simulated else "cuda"
     if given.simulated:
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+        from fake_device import SimulatedGraphs
+
         CpuDevice.graphs = lambda _: SimulatedGraphs()  # type: ignore[method-assign]
         print("simulated on the CPU: times mean nothing")
     precision = "fp32" if given.simulated else given.precision

@@ -9,7 +9,7 @@ The packages form layers: each package imports only from packages above it in th
     run          the run folder: durable writes, lock, events
     web          the web server, with access checks for every request
     report       reads run folders and renders them as text, Markdown, HTML and a live page
-    device       CUDA, MPS, CPU and a fake device; the only package that calls a backend
+    device       CUDA, MPS and CPU; the only package that calls a backend
     distributed  ranks, launcher, heartbeat, replicated and sharded strategies
     data         adapters, order, global batches, micro-batches, workers
     step         apply a plan to a model; one optimizer step

@@ -21,9 +21,10 @@ def device(request: pytest.FixtureRequest) -> "Iterator[AbstractDevice]":
     # Imported here: this folder also has tests that need no torch.
     import torch
 
+    from fake_device import FakeDevice
     from whet.device.open import open_device
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield open_device(request.param).device
+    yield FakeDevice() if request.param == "fake" else open_device(request.param).device
     torch.set_num_threads(before)

@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn import functional
 
 import whet
+from fake_device import FakeDevice
 from whet.autotune import candidates as choices
 from whet.autotune.candidates import apply_candidate, candidates
 from whet.base.errors import UsageError
 from whet.device.cpu import CpuDevice
-from whet.device.fake import FakeDevice
 from whet.device.open import current_machine
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan

@@ -3,16 +3,14 @@
 import pytest
 import torch
 
+from fake_device import FakeDevice
 from whet.device.errors import is_out_of_memory
-from whet.device.fake import FakeDevice
-from whet.device.open import open_device
 
 pytestmark = pytest.mark.torch
 
 
 def test_out_of_memory_is_recognized_and_similar_errors_are_not() -> None:
-    device = open_device("fake").device
-    assert isinstance(device, FakeDevice)
+    device = FakeDevice()
     with pytest.raises(RuntimeError) as caught:
         device.memory.hold(10**12)
     assert is_out_of_memory(caught.value)

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from captured_steps import Norm, assert_same, mean_loss, plain_loss, rows, waits
+from fake_device import FakeDevice
 from small_models import TokenModel, ragged_tokens
 from whet.data.columns import as_columns
 from whet.data.split import BatchSplitter
-from whet.device.fake import FakeDevice
 from whet.recipes.chat.architecture import ChatArch
 from whet.recipes.chat.model import build_model, next_token_loss
 from whet.step.ema import Ema

@@ -8,10 +8,10 @@ from torch.nn import functional
 
 import whet
 from captured_steps import Norm, assert_same, mean_loss, plain_loss, rows, waits
+from fake_device import SimulatedGraphs
 from small_models import convnet, images
 from whet.autotune.step_bench import ProbeFailedError
 from whet.device.cpu import CpuDevice
-from whet.device.fake import SimulatedGraphs
 from whet.run.events import History
 from whet.step.optimizers import OptimizerChoice
 from whet.training.step_bench import LocalStepBench

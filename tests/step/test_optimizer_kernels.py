@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import whet
 from captured_steps import assert_same, rows
+from fake_device import SimulatedGraphs
 from whet.base.errors import UsageError
 from whet.data.order import epoch_order
 from whet.device.cpu import CpuDevice
-from whet.device.fake import SimulatedGraphs
 from whet.run.events import History
 from whet.step.graphs import GraphedStepper
 from whet.step.optimizer_kernels import gradient_obstacle, kernel_obstacle, save_kernels, set_kernels

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from fake_device import FakeDevice
 from paths import ROOT, SUPPORT
-from whet.device.fake import FakeDevice
 from whet.training.callbacks.drift import BASELINE_WINDOW, WARMUP_STEPS, WINDOW, Slowdown, SlowdownDetector
 
 pytestmark = pytest.mark.torch

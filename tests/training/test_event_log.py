@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import whet
+from fake_device import FakeDevice
 from small_models import convnet, images
 from whet.base.errors import UsageError
-from whet.device.fake import FakeDevice
 from whet.machine.facts import SystemState
 from whet.machine.load import ProcessUsage, Usage
 from whet.run.curve import downsample_curves

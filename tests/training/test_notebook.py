@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import whet
+from fake_device import FakeDevice
 from small_training import train
 from whet.base.errors import InsufficientMemoryError
 from whet.device.cpu import CpuDevice
-from whet.device.fake import FakeDevice
 from whet.training.callbacks import progress
 from whet.training.notebook import held_by_cells, name_held_memory
 

@@ -18,11 +18,11 @@ from torch import nn
 
 import whet
 from amounts import amount
+from fake_device import FakeDevice
 from fork_server import TIMEOUT_SECONDS
 from paths import SUPPORT
 from small_models import convnet, images
 from whet.data.batch import GlobalBatch, Position
-from whet.device.fake import FakeDevice
 from whet.machine.facts import SystemState
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import whet
+from fake_device import FakeDevice
 from whet.autotune.step_bench import ProbeFailedError
 from whet.checkpoint import store
 from whet.checkpoint.manifest import CheckpointInfo
 from whet.data.batch import MicroBatch
-from whet.device.fake import FakeDevice
 from whet.device.open import current_machine
 from whet.plan.plan import make_plan
 from whet.run.events import read_events

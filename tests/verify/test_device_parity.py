@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fake_device import FakeDevice
 from small_gpt import Gpt, micro_of
 from small_models import convnet, images
 from whet.data.batch import MicroBatch
 from whet.device.cpu import CpuDevice
-from whet.device.fake import FakeDevice
 from whet.verify import isolation
 from whet.verify.draws import RecordedDraws
 from whet.verify.start import device_parity

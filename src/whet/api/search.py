@@ -1,7 +1,6 @@
 """`whet.search`: hyperparameter search over a recipe's options. Every trial is a run."""
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +33,7 @@ from whet.hpo.worker import (
     run_together,
     run_worker,
 )
+from whet.plan.values import check_device_name
 from whet.recipes.recipe import BUILT_IN, load_recipe
 from whet.run import durable
 from whet.run.folder import RUN_FILE, next_run_path
@@ -149,8 +149,7 @@ def prepare_search(
     if not 0 <= seeds <= MAX_SEEDS:
         raise UsageError(f"seeds must be from 0 to {MAX_SEEDS:,}", got=str(seeds), try_="--seeds 3")
     _check_name(name)
-    if not re.fullmatch(r"auto|mps|cpu|fake|cuda(:[0-9]+)?", device):
-        raise UsageError("no such device", got=device, try_="auto, mps, cuda, cuda:1 or cpu")
+    check_device_name(device)
     folder = (root / name if name else next_run_path(root, recipe=f"{recipe.name}-search")).absolute()
     goal = recipe.selected_goal(resolved.config)
     if goal is None:

@@ -1,1 +1,1 @@
-"""One interface for CUDA, MPS, CPU and fake devices. No other package calls a torch backend directly."""
+"""One interface for CUDA, MPS and the CPU. No other package calls a torch backend directly."""

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import WhetError
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import CpuDevice
 from whet.device.cuda import CudaDevice, cuda_unavailable_reason
 from whet.device.environment import configure_mps_memory
-from whet.device.fake import FakeDevice
 from whet.device.mps import MpsDevice, mps_unavailable_reason
 from whet.device.virtual_mac.faults import system_state as simulated_state
 from whet.device.virtual_mac.installation import installed as installed_virtual_mac
@@ -18,6 +17,7 @@ from whet.machine.facts import Machine, SystemState
 from whet.machine.pressure import read_system_state
 from whet.machine.probe import assemble_machine, read_system
 from whet.machine.torch_info import CudaInfo, TorchInfo
+from whet.plan.values import check_device_name
 
 # "auto" tries these devices in order.
 UNAVAILABLE_REASONS = {"cuda": cuda_unavailable_reason, "mps": mps_unavailable_reason}
@@ -33,16 +33,15 @@ class SelectedDevice:
 
 
 def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies: bool = False) -> SelectedDevice:
-    """Open a device by name: auto (cuda, else mps, else cpu), cuda, cuda:1, mps, cpu or fake.
+    """Open a device by name: auto (cuda, else mps, else cpu), cuda, cuda:1, mps or cpu.
 
     Raise WhetError if the device cannot be used. With on_failure="cpu", it opens the CPU instead. `overlaps_copies`
     makes copies from the host to a CUDA device asynchronous.
     """
+    check_device_name(name)
     kind, _, index = name.partition(":")
     if kind == "auto":
         kind = next((kind for kind, reason in UNAVAILABLE_REASONS.items() if reason() is None), "cpu")
-    if kind not in ("cpu", "cuda", "mps", "fake") or (index and (kind != "cuda" or not index.isdecimal())):
-        raise UsageError("no such device", got=name, try_="auto, mps, cuda, cuda:1 or cpu")
     try:
         return SelectedDevice(device=_open(kind, int(index or 0), overlaps_copies=overlaps_copies))
     except WhetError as error:
@@ -75,8 +74,7 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
                 try_="--device cuda",
             )
         return CudaDevice(index, overlaps_copies=overlaps_copies)
-    # `open_device` has checked that the kind is one of these.
-    return {"mps": MpsDevice, "cpu": CpuDevice, "fake": FakeDevice}[kind]()
+    return MpsDevice() if kind == "mps" else CpuDevice()
 
 
 # --- this machine ----------------------------------------------------------------------------------------------------

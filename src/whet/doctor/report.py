@@ -23,6 +23,7 @@ from whet.doctor.runner import CheckRunner
 from whet.machine.facts import Machine, SystemState
 from whet.machine.pressure import read_system_state
 from whet.machine.probe import probe
+from whet.plan.values import check_device_name
 from whet.run.folder import installed_versions
 
 FORMAT_VERSION = 1
@@ -82,7 +83,7 @@ def run_doctor(
     groups: Sequence[CheckGroup] = GROUPS,
 ) -> DoctorReport:
     """Run every check on a device. A check that raises, crashes, hangs or exceeds the budget has a result too."""
-    _validate_device_name(device)
+    check_device_name(device)
     started, ends_at = _now(), time.monotonic() + budget_seconds
     load_per_core = _load_per_core()
     virtual = installed_virtual_mac()
@@ -143,12 +144,6 @@ def choose_device(name: str, machine: Machine) -> str:
         why = absent.reason if absent else f"{count} of that kind, counted from 0"
         raise UsageError(f"there is no {name} to examine", got=why, try_=absent.fix if absent else "--device auto")
     return name
-
-
-def _validate_device_name(name: str) -> None:
-    kind, _, index = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda", "mps") or (index and (kind != "cuda" or not index.isdecimal())):
-        raise UsageError("no such device", got=name, try_="auto, mps, cuda, cuda:1 or cpu")
 
 
 def report_bytes(report: DoctorReport) -> bytes:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
-from whet.base.errors import WhetError
+from whet.base.errors import UsageError, WhetError
 from whet.plan.setting import Scalar, Setting
 
 Attention = Literal["torch", "cudnn", "flash", "efficient", "math", "whet"]
@@ -72,6 +72,12 @@ DEVICE_NAME = Constraint(
     text="auto, mps, cuda, cuda:1 or cpu",
     holds=lambda value: isinstance(value, str) and re.fullmatch(r"mps|cpu|cuda(:\d+)?", value) is not None,
 )
+
+
+def check_device_name(name: str) -> None:
+    """Raise UsageError for a name that is neither "auto" nor a device."""
+    if name != "auto" and not DEVICE_NAME.holds(name):
+        raise UsageError("no such device", got=name, try_=DEVICE_NAME.text)
 
 
 class SettingValue(Generic[T]):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fake_device import FakeDevice
 from whet.checkpoint import store
 from whet.config.resolve import resolve_config
 from whet.data.adapters import open_source
@@ -17,7 +18,6 @@ from whet.data.columns import as_columns
 from whet.data.padding import IGNORED_LABEL
 from whet.data.split import BatchSplitter
 from whet.device.cpu import CpuDevice
-from whet.device.fake import FakeDevice
 from whet.device.open import current_machine
 from whet.device.tracing import trace_as
 from whet.plan.plan import make_plan

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fake_device import FakeDevice
 from whet.data.batch import Packed, Padded, Ragged
 from whet.data.split import BatchSplitter, LengthMode, PackedTotals
-from whet.device.fake import FakeDevice
 from whet.device.kernels import attention
 from whet.recipes.text import bert
 from whet.recipes.text.backbone import quiet_transformers
