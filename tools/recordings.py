@@ -277,6 +277,9 @@ def child(weights: Path, signal_name: str, after: int, words: Sequence[str]) -> 
     last: list[torch.optim.Optimizer] = []
 
     def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        # Steps that are measured before training have a learning rate of 0. The signal must arrive in training.
+        if not any(float(group["lr"]) for group in optimizer.param_groups):
+            return
         last[:] = [optimizer]
         counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
         if signal_name != "-" and counts[id(optimizer)] == after:
