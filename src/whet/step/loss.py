@@ -266,6 +266,12 @@ def loss_scalars(returned: Any) -> dict[str, Tensor]:
     }
 
 
+def mean_loss(returned: Any) -> Tensor:
+    """Return the mean loss of a micro-batch from what a loss returned."""
+    total, weight = parse_loss(returned)
+    return total if weight is None else total / clamp_weight(weight)
+
+
 def clamp_weight(weight: Tensor | float) -> Tensor | float:
     """Clamp the weight to at least the smallest positive number, so that a batch without labels has loss 0, not NaN."""
     if isinstance(weight, Tensor):

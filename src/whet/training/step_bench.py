@@ -42,7 +42,7 @@ from whet.step.apply_plan import (
     place_model,
 )
 from whet.step.ema import named_tensors
-from whet.step.loss import LossFunction, adapt_loss, clamp_weight, parse_loss
+from whet.step.loss import LossFunction, adapt_loss, mean_loss
 from whet.step.model_contexts import CompiledCalls, WeightLayout, compile_obstacle
 from whet.step.optimizer_kernels import replicate
 from whet.step.optimizers import OptimizerChoice
@@ -223,8 +223,8 @@ class LocalStepBench:
                 torch.enable_grad(),
                 device.autocast(built.plan.precision),
             ):
-                total, weight = parse_loss(self.loss(micro.map_tensors(device.put)))
-            return float((total if weight is None else total / clamp_weight(weight)).detach())
+                returned = self.loss(micro.map_tensors(device.put))
+            return float(mean_loss(returned).detach())
 
     def record(self) -> tuple[RecordedBatches, float]:
         """Return the batches that the steps cycle through, and the seconds that it takes to read one of them."""

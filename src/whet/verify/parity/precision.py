@@ -11,7 +11,7 @@ from whet.base.errors import UsageError
 from whet.base.model import FrozenModel
 from whet.data.batch import MicroBatch
 from whet.device.abstract import AbstractDevice
-from whet.step.loss import MicroLoss, clamp_weight, parse_loss
+from whet.step.loss import MicroLoss, mean_loss
 from whet.verify.draws import RecordedDraws
 from whet.verify.isolation import disable_dropout, preserve_model_and_rng
 from whet.verify.tolerance import RelativeError, relative_error, relative_errors
@@ -126,8 +126,8 @@ def _loss_and_gradients(
     with device.preserve_precision(), disable_dropout(model):
         device.use_precision(precision)
         with device.compute_context(), device.autocast(precision):
-            total, weight = parse_loss(loss(micro))
-        total = total if weight is None else total / clamp_weight(weight)
+            returned = loss(micro)
+        total = mean_loss(returned)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for scale in _LOSS_SCALES if precision == "fp16" else (1.0,):
             grads = torch.autograd.grad(total * scale, list(named.values()), retain_graph=True, allow_unused=True)

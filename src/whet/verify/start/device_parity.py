@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from whet.data.batch import MicroBatch
 from whet.device.abstract import HALF_TYPES, AbstractDevice
 from whet.device.cpu import CpuDevice
-from whet.step.loss import MicroLoss, clamp_weight, parse_loss
+from whet.step.loss import MicroLoss, mean_loss
 from whet.verify.draws import RecordedDraws
 from whet.verify.isolation import cast_floating, disable_dropout, temporary_copy
 from whet.verify.tolerance import error_bound, relative_error, relative_errors
@@ -115,8 +115,8 @@ def forward_backward(
     """Compute the loss of a micro-batch, and accumulate its gradients multiplied by `scale`. Return the loss."""
     with device.compute_context(), torch.enable_grad():
         with device.autocast(precision):
-            total, weight = parse_loss(loss(micro.map_tensors(device.put)))
-        mean = total if weight is None else total / clamp_weight(weight)
+            returned = loss(micro.map_tensors(device.put))
+        mean = mean_loss(returned)
         (mean * scale).backward()
     return mean.detach()
 
