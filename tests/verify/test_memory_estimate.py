@@ -17,8 +17,8 @@ from whet.base.errors import UsageError, WhetError
 from whet.data.adapters import open_source
 from whet.data.batch import MicroBatch, Position
 from whet.device.cpu import CpuDevice
+from whet.machine.device_figures import DEVICE_FIGURES
 from whet.machine.known import load_machine
-from whet.plan.memory import CONTEXT_BYTES
 from whet.plan.rules.memory import even_splits
 from whet.verify.memory.estimate import MemoryEstimate, estimate_memory, estimate_trainable
 from whet.verify.memory.fits import MachineFit, fit_machines
@@ -271,8 +271,12 @@ def test_largest_micro_batch_that_fits_is_reported() -> None:
     assert fit.device == "mps"
     guess = estimate_memory(subject(partial(deep, 256)), device="mps", precision=fit.precision)
     larger = min(size for size in even_splits(256) if size > fit.micro_batch)
-    assert fit.num_bytes == guess.bytes_at(fit.micro_batch, is_split=True) + CONTEXT_BYTES["mps"] <= fit.limit_bytes
-    assert guess.bytes_at(larger, is_split=larger < 256) + CONTEXT_BYTES["mps"] > fit.limit_bytes
+    assert (
+        fit.num_bytes
+        == guess.bytes_at(fit.micro_batch, is_split=True) + DEVICE_FIGURES["mps"].context_bytes
+        <= fit.limit_bytes
+    )
+    assert guess.bytes_at(larger, is_split=larger < 256) + DEVICE_FIGURES["mps"].context_bytes > fit.limit_bytes
     assert fit.summary.startswith(f"fits m2-air-8gb (8 GB) at micro batch {fit.micro_batch}: ")
     assert fit.summary.endswith(" of 5.3 GB")
 

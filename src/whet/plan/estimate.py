@@ -18,6 +18,7 @@ from typing import NamedTuple
 from whet.base.model import FrozenModel
 from whet.base.units import format_seconds
 from whet.machine.chips import find_chip
+from whet.machine.device_figures import DEVICE_FIGURES
 from whet.machine.facts import Accelerator, Machine
 from whet.plan.plan import Plan
 from whet.plan.setting import TuneTrial
@@ -26,18 +27,11 @@ from whet.plan.workload import Workload
 SPREAD = 2.0
 """The range is from the estimate divided by this factor to the estimate multiplied by it."""
 
-# Share of the published peak that training reaches. Transformers on CUDA: 0.21 (GPT-3) to 0.72 (FlashAttention-2,
-# A100), the median of seven is 0.41. No such figures were found for CPUs, so they use the same value. MPS: 0.2 for a
-# small GPT (minimind#852, M5 Pro) to 0.68 for matrix products alone (arXiv 2502.05317, M4).
-_EFFICIENCY = {"cuda": 0.41, "mps": 0.37, "cpu": 0.41}
 # Share of the peak for the convolutions of ResNet-50 on one core: 0.68 to 0.97 (uxlfoundation/oneDNN#1115, Xeon 8180).
 _CPU_CONVOLUTIONS = 0.81
 # Share of the published bandwidth for reading and writing long arrays: 0.79 (GPU of an M5) to 0.92 (H100).
 _BANDWIDTH_SHARE = 0.85
-# Time of an operator in eager mode: 4.5 us (an addition on a CPU, dev-discuss.pytorch.org 1836) to 25 us with a kernel
-# launch. In a captured graph, only its kernel takes time (NVIDIA, "Getting started with CUDA graphs"). MPS: 249 us for
-# a GRUCell of about 10 operators (pytorch/pytorch#138898).
-_OPERATOR_SECONDS = {"cuda": 11e-6, "mps": 20e-6, "cpu": 11e-6}
+# In a captured graph, only the kernel of an operator takes time (NVIDIA, "Getting started with CUDA graphs").
 _CAPTURED_SECONDS = 3.4e-6
 # Two 256-bit FMA units per core do 32 float32 operations per cycle. 3 GHz is usual for servers. One core reads and
 # writes 6 to 20 GB/s (Xeon E5-2670 and E5-2690 v3, single-threaded copy and triad).
@@ -122,7 +116,8 @@ def estimate_speed(plan: Plan) -> SpeedEstimate | None:
     activations = share * length * sample_bytes * half * _ACTIVATION_PASSES
     weights = workload.num_parameters * _BYTES_PER_PARAMETER + workload.num_frozen * 4
     memory = (activations + weights) / (speed.bandwidth * _BANDWIDTH_SHARE)
-    per_operator = _CAPTURED_SECONDS if device == "cuda" and plan.graph != "off" else _OPERATOR_SECONDS[device]
+    is_captured = device == "cuda" and plan.graph != "off"
+    per_operator = _CAPTURED_SECONDS if is_captured else DEVICE_FIGURES[device].operator_seconds
     launches = parts * (workload.num_operators or _UNKNOWN_OPERATORS) * per_operator
     seconds = arithmetic + memory + launches
     fast, slow = seconds / SPREAD, seconds * SPREAD
@@ -180,7 +175,7 @@ def _apple_speed(machine: Machine, gpu: Accelerator) -> DeviceSpeed | None:
 
 def _efficiency(workload: Workload, device: str) -> float:
     is_convolutional = "conv" in workload.layers and "attention" not in workload.layers
-    return _CPU_CONVOLUTIONS if device == "cpu" and is_convolutional else _EFFICIENCY[device]
+    return _CPU_CONVOLUTIONS if device == "cpu" and is_convolutional else DEVICE_FIGURES[device].efficiency
 
 
 def _sample_flops(workload: Workload) -> float:

@@ -1,9 +1,7 @@
 """Predict the memory of a training step from the workload."""
 
+from whet.machine.device_figures import DEVICE_FIGURES
 from whet.plan.workload import GRADIENT_BYTES, Workload
-
-# Memory of contexts, kernels and workspaces before the first tensor. 768 MB is typical for CUDA with cuBLAS.
-CONTEXT_BYTES = {"cpu": 0, "mps": 256 * 1024**2, "cuda": 768 * 1024**2}
 
 # Activations relative to float32. Autocast does not halve all of them: norms, softmax and losses stay in float32.
 _ACTIVATION_SHARE = {"fp32": 1.0, "tf32": 1.0, "bf16": 0.6, "fp16": 0.6}
@@ -37,7 +35,7 @@ def predict_memory_parts(
         "gradients": workload.num_parameters * GRADIENT_BYTES // num_shards,
         "optimizer": workload.num_parameters * workload.optimizer_bytes // num_shards,
         "activations": int(activations),
-        "device": CONTEXT_BYTES.get(device, 0),
+        "device": DEVICE_FIGURES[device].context_bytes,
     }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from whet.base.errors import UsageError, WhetError
+from whet.machine.device_figures import DEVICE_FIGURES
 from whet.plan.setting import Scalar, Setting
 
 Attention = Literal["torch", "cudnn", "flash", "efficient", "math", "whet"]
@@ -70,7 +71,7 @@ WATERMARK = Constraint(
 )
 DEVICE_NAME = Constraint(
     text="auto, mps, cuda, cuda:1 or cpu",
-    holds=lambda value: isinstance(value, str) and re.fullmatch(r"mps|cpu|cuda(:\d+)?", value) is not None,
+    holds=lambda value: isinstance(value, str) and (value in DEVICE_FIGURES or bool(re.fullmatch(r"cuda:\d+", value))),
 )
 
 

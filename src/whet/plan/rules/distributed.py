@@ -1,7 +1,7 @@
 """Rules for sharing one model and its gradients between processes."""
 
 from whet.base.units import GB, format_bytes
-from whet.plan.memory import CONTEXT_BYTES
+from whet.machine.device_figures import DEVICE_FIGURES
 from whet.plan.rule import Decision, RuleContext, rule
 
 # Share of the memory that weights, gradients and optimizer state may take. The rest is for activations.
@@ -28,7 +28,7 @@ def choose_sharding(context: RuleContext) -> Decision:
     if workload.world_size == 1:
         return Decision(value="unused", reason="there is only one process", evidence={"processes": 1})
     # Ignore activations: a smaller micro-batch reduces them, but not the state.
-    needed = workload.static_bytes + CONTEXT_BYTES.get(context.device_type, 0)
+    needed = workload.static_bytes + DEVICE_FIGURES[context.device_type].context_bytes
     available = int(limit * GB * _STATIC_SHARE) if limit is not None else None
     evidence = {"processes": workload.world_size, "static_bytes": needed, "available_bytes": available}
     if available is None:

@@ -23,18 +23,17 @@ from torch.optim import Optimizer
 from whet.base.errors import UsageError, WhetError
 from whet.data.batch import MicroBatch
 from whet.device.tracing import StandInDevice, trace_as
+from whet.machine.device_figures import DEVICE_FIGURES
 from whet.step.ema import named_tensors
 from whet.step.model_contexts import checkpoint_activations
 from whet.step.optimizers import build_optimizer
 from whet.step.step import Outcome, Stepper
 from whet.verify.fake_tensors import DATA_DEPENDENT_ERRORS, FakeExecutor, fake_mode
 from whet.verify.memory.kernels import DeviceKernels, autocast
-from whet.verify.memory.lifetimes import FIXED_SCRATCH_BYTES, LiveBytes, StorageTracker, scratch_function
+from whet.verify.memory.lifetimes import LiveBytes, StorageTracker, scratch_function
 from whet.verify.trainable import Trainable, TrainableSpec
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
-# Allocation granularity in bytes: blocks of the CUDACachingAllocator, pages of Metal, alignment on the CPU.
-_ALLOCATION_GRANULARITY = {"cuda": 512, "mps": 16_384, "cpu": 64}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,8 +96,8 @@ def estimate_memory(
     Nothing is computed or allocated. `sizes` are the two batch sizes to trace. Raise WhetError if the step depends on
     data.
     """
-    if device not in _ALLOCATION_GRANULARITY:
-        known = " or ".join(_ALLOCATION_GRANULARITY)
+    if device not in DEVICE_FIGURES:
+        known = " or ".join(DEVICE_FIGURES)
         raise UsageError("memory cannot be estimated for this device", got=device, try_=known)
 
     def attempt(*, is_one_size: bool, condition: bool) -> MemoryEstimate:
@@ -148,7 +147,7 @@ def estimate_trainable(
     executor = executor or FakeExecutor(None)
     small, large = sizes or (2, max(4, trainable.batch_size))
     traced_sizes = (small, large) if trainable.is_scalable else (trainable.batch_size, trainable.batch_size)
-    granularity = _ALLOCATION_GRANULARITY[device]
+    granularity = DEVICE_FIGURES[device].allocation_bytes
     tracker = StorageTracker(granularity=granularity, scratch=scratch_function(device), executor=executor)
     stand_in = _CountingDevice(device, tracker)
     micro_batches = [_make_batch(trainable, size) for size in traced_sizes]
@@ -164,7 +163,7 @@ def estimate_trainable(
         stepper = Stepper(trainable.model, optimizer, stand_in, precision=precision, clip=clip)
         steps = [_trace_step(stepper, trainable, micro, tracker, optimizer) for micro in micro_batches]
     fixed, per_sample = _fit_rows(*steps, sizes=[len(micro) for micro in micro_batches])
-    fixed["temporary"] = fixed["temporary"] + FIXED_SCRATCH_BYTES[device]
+    fixed["temporary"] = fixed["temporary"] + DEVICE_FIGURES[device].scratch_bytes
     return MemoryEstimate(
         name=name,
         device=device,

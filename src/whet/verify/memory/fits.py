@@ -7,9 +7,9 @@ from torch import nn
 
 from whet.base.model import FrozenModel
 from whet.base.units import GB, format_bytes
+from whet.machine.device_figures import DEVICE_FIGURES
 from whet.machine.facts import Machine
 from whet.machine.known import example_machine_names, load_machine
-from whet.plan.memory import CONTEXT_BYTES
 from whet.plan.plan import Plan, make_plan
 from whet.plan.rules.memory import even_splits
 from whet.plan.setting import Scalar
@@ -102,7 +102,7 @@ def _fit(plan: Plan, estimate: Callable[[str, str, str, bool], MemoryEstimate], 
 
     def needed(size: int, is_checkpointed: bool) -> int:
         memory = estimate(device, precision, kernels, is_checkpointed)
-        return memory.bytes_at(size, is_split=size < global_batch) + CONTEXT_BYTES.get(device, 0)
+        return memory.bytes_at(size, is_split=size < global_batch) + DEVICE_FIGURES[device].context_bytes
 
     def largest(is_checkpointed: bool) -> int | None:
         if limit is None:

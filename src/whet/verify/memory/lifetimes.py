@@ -133,10 +133,6 @@ class StorageTracker(TorchDispatchMode):
 
 # --- scratch memory of kernels ----------------------------------------------------------------------------------------
 
-_MB = 1024**2
-# cuBLAS keeps a workspace per combination of thread and stream: 32 MiB on Hopper (8 MiB on older GPUs) for the forward
-# pass, and as much for the autograd thread. torch allocates them, so they count as allocated memory.
-FIXED_SCRATCH_BYTES = {"cuda": 64 * _MB, "mps": 0, "cpu": 0}
 # Operators that copy an argument if it is not contiguous, and the position of that argument.
 _COPIES_STRIDED_INPUT = {"aten::native_layer_norm": 0, "aten::native_layer_norm_backward": 1}
 

@@ -11,6 +11,7 @@ from whet.base.model import FrozenModel
 from whet.base.origin import failure_frames, frame_name
 from whet.device.operators import OperatorEntry, known_release, parse_release, torch_operators
 from whet.machine.apple import old_macos
+from whet.machine.device_figures import DEVICE_FIGURES
 from whet.machine.facts import Machine, TorchFacts
 from whet.plan.plan import make_plan
 from whet.plan.warnings import known_hazards
@@ -38,7 +39,7 @@ from whet.verify.preflight.findings import (
 )
 from whet.verify.preflight.host_sync import HostSyncDetector
 from whet.verify.preflight.known_faults import KnownFaultDetector
-from whet.verify.preflight.trace import BACKENDS, TraceResult, trace_environment, trace_steps
+from whet.verify.preflight.trace import TraceResult, trace_environment, trace_steps
 from whet.verify.start.causality import InconclusiveError, find_leak
 from whet.verify.trainable import Trainable, TrainableSpec
 
@@ -88,8 +89,8 @@ def check_trainable(
     insufficient memory. `torch_version` is the version of torch to check for, even if the machine has another one. By
     default, it is that of the machine for MPS, and the installed version otherwise.
     """
-    if device not in BACKENDS:
-        raise UsageError("unknown device", got=device, try_=", ".join(BACKENDS))
+    if device not in DEVICE_FIGURES:
+        raise UsageError("unknown device", got=device, try_=", ".join(DEVICE_FIGURES))
     version = torch_version or _torch_of(machine, device)
     operators = _operators_of(version, device)
     if machine is not None:
@@ -131,7 +132,7 @@ def _check(
     sites = AllocationSites()
     detectors: list[Detector] = [sites, FusedUpdateDetector()]
     if device != "cpu":
-        detectors += [OperatorDetector(BACKENDS[device], operators), HostSyncDetector(device)]
+        detectors += [OperatorDetector(DEVICE_FIGURES[device].title, operators), HostSyncDetector(device)]
     if device == "mps":
         detectors += [DtypeDetector(), ShapeDetector(), KnownFaultDetector(faults)]
     if limit is not None:

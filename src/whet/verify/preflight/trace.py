@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from whet.data.batch import MicroBatch
 from whet.device.operators import OperatorEntry, OperatorStatus, operator_status, torch_operators
 from whet.device.tracing import StandInDevice, trace_as
+from whet.machine.device_figures import DEVICE_FIGURES
 from whet.step.optimizers import build_optimizer
 from whet.step.step import Stepper
 from whet.verify.fake_tensors import FakeExecutor, fake_mode
@@ -36,7 +37,6 @@ from whet.verify.preflight.findings import (
 from whet.verify.preflight.host_sync import HOST_READS, HostTensors
 from whet.verify.trainable import Trainable, TrainableSpec
 
-BACKENDS = {"mps": "MPS", "cuda": "CUDA", "cpu": "CPU"}
 _FEW_SAMPLES = 2
 # Number of operator calls. If the first step has more, only the update is traced a second time.
 _LONG_STEP = 3_000
@@ -77,7 +77,7 @@ def trace_steps(
     """
     mode = fake_mode() if is_fake else None
     executor = FakeExecutor(mode, condition=condition)
-    recorder = OperatorRecorder(detectors, backend=BACKENDS[device], executor=executor, operators=operators)
+    recorder = OperatorRecorder(detectors, backend=DEVICE_FIGURES[device].title, executor=executor, operators=operators)
     trainable, micro, error = None, None, None
     with trace_environment():
         try:
