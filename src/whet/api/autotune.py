@@ -139,5 +139,5 @@ def resolve_auto_batch_size(
             return resolved.with_batch(find_batch_size(bench, resolved, budget_seconds=budget, on_progress=on_progress))
     except ProbeFailedError as error:
         raise WhetError(
-            "the global batch could not be measured", got=error.reason, try_="global_batch_size=N"
+            "the global batch size could not be measured", got=error.reason, try_="global_batch_size=N"
         ) from None

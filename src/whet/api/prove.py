@@ -107,7 +107,11 @@ def train_function_segment(run: Path, arguments: dict[str, Any], *, on_event: An
         except SegmentEnded:
             return
     if not interception.is_ended:
-        raise WhetError(f"{word} trained nothing", got="it returned", try_="a function that calls whet.train(...)")
+        raise WhetError(
+            f"{word} did not train",
+            got="it returned without calling whet.train",
+            try_="a function that calls whet.train(...)",
+        )
 
 
 def preload(arguments: dict[str, Any]) -> None:

@@ -89,11 +89,13 @@ def choose_batch_size(
         rates = timings.rates
         if not rates:
             reason = next(iter(timings.failures.values()), "no time for even one step")
-            raise WhetError("no global batch could be measured", got=reason, try_="global_batch_size=N")
+            raise WhetError("no global batch size could be measured", got=reason, try_="global_batch_size=N")
         size, best = smallest_fast_batch(rates)
         bench.use_batch(size)
     except ProbeFailedError as error:
-        raise WhetError("no global batch could be measured", got=error.reason, try_="global_batch_size=N") from None
+        raise WhetError(
+            "no global batch size could be measured", got=error.reason, try_="global_batch_size=N"
+        ) from None
     finally:
         bench.ends_at, bench.tick = outer, None
     factor = lr_factor(before=base, after=size, scaling=scaling)
@@ -118,7 +120,7 @@ def choose_batch_size(
 def measure_batch_sizes(
     bench: StepBench, sizes: Sequence[int], *, budget_seconds: float, on_progress: ProgressCallback | None = None
 ) -> tuple[BatchPoint, ...]:
-    """Measure batch sizes upward, downward and upward again while time is left. The bench keeps its own size.
+    """Measure batch sizes in increasing, decreasing and again increasing order while time is left.
 
     The point of a size that fails or does not fit holds the reason.
     """
@@ -164,7 +166,7 @@ def recorded_batch_size(
     if base_rates is not None and tuple(base_rates) != chosen.base_rates:
         before, now = (", ".join(f"{rate:g}" for rate in rates) for rates in (chosen.base_rates, base_rates))
         raise UsageError(
-            f"{where} was made with another lr",
+            f"{where} was made with a different lr",
             got=f"lr={now}; it was given lr={before}, and has {chosen.rates[0]:.3g} at batch {chosen.batch}",
             try_=f"lr={before} to resume, or another run folder for a new run",
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from whet.autotune.step_bench import Settings
 from whet.base.units import format_bytes
 
-# (micro-batch size, measured bytes, predicted bytes)
+# One measured step: (micro-batch size, measured bytes, predicted bytes).
 _Point = tuple[int, int, int | None]
 
 

@@ -175,7 +175,9 @@ class ProcessStepBench:
 
 
 class ProcessPreparedStep:
-    """Settings prepared in the child process. After a restart of the process, the next step prepares them again."""
+    """Settings that the child process has prepared. After a restart of the process, the next step prepares them
+    again.
+    """
 
     preparation_seconds = 0.0
     step_seconds = 0.0

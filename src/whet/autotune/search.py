@@ -186,7 +186,7 @@ def _has_tried(state: _SearchState, precision: str) -> bool:
 
 
 def _suits_compiled_code(best: Plan, candidate: PlanCandidate) -> bool:
-    """Return whether a candidate may justify compiling again.
+    """Return whether a candidate may be worth another compilation.
 
     Compiled code needs less memory, so a larger micro-batch may fit.
     """

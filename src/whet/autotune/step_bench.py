@@ -57,7 +57,7 @@ class PreparedStep(Protocol):
         """
 
     def check(self) -> None:
-        """Raise ProbeFailedError if compiled code gives other results than the model's own code."""
+        """Raise ProbeFailedError if the results of compiled code differ from those of the eager model."""
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory in bytes since the preparation began, or None if unknown. Valid after `close`."""
@@ -181,12 +181,12 @@ class ProgressReporter:
         self._reported_at = float("-inf")
 
     def begin(self, doing: str) -> None:
-        """Report that a measurement begins."""
+        """Report the start of a measurement."""
         self._doing = doing
         self._report()
 
     def tick(self) -> None:
-        """Report again if the last report is old enough."""
+        """Repeat the report if the last one is older than the reporting interval."""
         if self._budget.clock() - self._reported_at >= _MIN_REPORT_SECONDS:
             self._report()
 

@@ -224,7 +224,7 @@ def _judge(
 def _precision_objection(
     context: SearchContext, ready: PreparedSettings, candidate: PlanCandidate, *, until: float
 ) -> tuple[Verdict, str] | None:
-    """Return the verdict on settings that compute different numbers with its reason, or None if they may be used.
+    """Compare settings with fp32. Return a verdict and its reason if their results differ too much, otherwise None.
 
     Only changes of precision, attention kernels and norm kernels are compared with fp32.
     """

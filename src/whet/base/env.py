@@ -81,9 +81,10 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Set PYTHONSAFEPATH in the body, so that child interpreters do not add the current folder to `sys.path`.
+    """Set PYTHONSAFEPATH inside the `with` block, so that child interpreters do not add the current folder to
+    `sys.path`.
 
-    For children that cannot be started with `python -P`.
+    Use this for child processes that cannot be started with `python -P`.
     """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"

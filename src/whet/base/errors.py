@@ -40,7 +40,7 @@ class WhetError(Exception):
 
 
 class UsageError(WhetError):
-    """Invalid input from the user."""
+    """Invalid input from the user, such as a wrong command, key or file."""
 
     exit_code = 2
 

@@ -165,7 +165,7 @@ class JsonWorker:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the process and everything it started."""
+        """Kill the process and all its descendants."""
         kill_group(self.pid)
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -249,12 +249,12 @@ class WorkerChannel:
                 yield self.receive()
 
     def has_parent(self) -> bool:
-        """Return whether the parent still waits for a response. Only for single-threaded children."""
+        """Return whether the parent is still waiting for a response. Only for single-threaded children."""
         # The parent sends nothing while it waits, so a readable pipe means that the parent closed it.
         return not select.select([self._requests], [], [], 0.0)[0]
 
     def close(self) -> None:
-        """Close both pipes. For forks of the child, which must not use them."""
+        """Close both pipes. Forks of the child call this, because they must not use the pipes of the child."""
         self._requests.close()
         os.close(self._responses)
 

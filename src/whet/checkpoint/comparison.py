@@ -13,7 +13,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_snapshots(expected: Snapshot, got: Snapshot) -> list[str]:
-    """Return the names of all tensors and facts that differ, as shown to users. NaN is equal to NaN.
+    """Return the names of all tensors and JSON values that differ, in the form shown to users. NaN equals NaN.
 
     The metadata (`info`) is not compared.
     """

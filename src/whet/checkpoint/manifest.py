@@ -134,7 +134,7 @@ class CheckpointManifest(FrozenModel):
     """Tensors that are split by rows over several ranks. Empty except in the sharded format."""
 
     def to_bytes(self) -> bytes:
-        """Encode the manifest as canonical JSON, with the hash of all other fields."""
+        """Encode the manifest as canonical JSON, including a hash of its other fields."""
         fields = self.as_json()
         # Format 2 does not have this field, and its readers reject unknown fields.
         if self.format_version == FORMAT_VERSION:
@@ -180,7 +180,7 @@ def check_format(path: Path, version: object) -> None:
     else:
         hint = "the version of whet that made the run, or another run folder"
     got = f"{path}: format {version}; this whet reads {FORMAT_VERSION} and {SHARDED_VERSION}"
-    raise WhetError("the checkpoint has another format", got=got, try_=hint)
+    raise WhetError("the checkpoint has an unsupported format", got=got, try_=hint)
 
 
 def damaged_error(what: str, path: Path, why: object = None) -> DamagedCheckpointError:

@@ -132,14 +132,14 @@ class OptimizerRestorer:
         """Restore an optimizer. Raise WhetError if the checkpoint was made with a different optimizer."""
         if facts["class"] != type(optimizer).__name__:
             raise WhetError(
-                "the checkpoint was made with another optimizer",
+                "the checkpoint was made with a different optimizer",
                 got=f"{facts['class']}; this is {type(optimizer).__name__}",
                 try_="the optimizer the run was started with",
             )
         inner = dict(inner_optimizers(optimizer))
         if inner.keys() != facts.get("inner", {}).keys():
             raise WhetError(
-                "the checkpoint was made with another optimizer",
+                "the checkpoint was made with a different optimizer",
                 got=f"one with {', '.join(facts.get('inner', {})) or 'no optimizer inside'}",
                 try_="the optimizer the run was started with",
             )
@@ -185,7 +185,8 @@ class OptimizerRestorer:
                 group["params"] = order
 
     def _in_saved_order(self, names: Sequence[str], now: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the parameters of a group in their saved order, or None if the group holds other parameters.
+        """Return the parameters of a group in their saved order, or None if the group does not consist of these
+        parameters.
 
         weight_norm replaces a parameter during a run. The group keeps the old parameter unless the user adds the new
         ones to it, in which case the restored model has the new ones too.
@@ -204,7 +205,7 @@ class OptimizerRestorer:
     def _decode_parts(
         self, optimizer: Optimizer, facts: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-        """Return the values of the parameter groups and the state of the parameters."""
+        """Decode the hyperparameters of the parameter groups and the state of the parameters."""
         groups = [
             # The current plan selects the kernels. They may differ from those of the saved run.
             {k: self._group_value(group, k, v) for k, v in sorted(saved["values"].items()) if k not in EXECUTION_KEYS}

@@ -17,11 +17,11 @@ from whet.checkpoint.snapshot import Snapshot
 
 
 class RankExchange(Protocol):
-    """Exchanges short named messages between the ranks of a run."""
+    """The interface for exchanging short named messages between the ranks of a run."""
 
     @property
     def rank(self) -> int:
-        """This rank, counted from 0."""
+        """The index of this rank, counted from 0."""
 
     @property
     def size(self) -> int:

@@ -77,7 +77,7 @@ class StateDecoder:
         return decode(self, value)
 
     def again(self, value: dict[str, Any]) -> Any:
-        """Return an object that has already been decoded."""
+        """Return the object to which a repeated reference points."""
         return self._objects[value["of"]]
 
     def items(self, value: dict[str, Any]) -> list[Any]:
@@ -146,7 +146,7 @@ class StateDecoder:
         return self.remember(_with_flags(made, value), value)
 
     def remember(self, tensor: Tensor, value: dict[str, Any]) -> Tensor:
-        """Store a view or an alias under its path, because the state may contain the same object again."""
+        """Store a decoded view or alias under its path, because later entries may refer to the same object."""
         self._decoded[value["path"]] = tensor
         return tensor
 

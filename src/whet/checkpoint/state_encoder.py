@@ -44,7 +44,7 @@ class NotEncodableError(TypeError):
 
 
 class _Encoded(NamedTuple):
-    """An object that may appear again in the same state."""
+    """An object that has been encoded, and may occur a second time in the same state."""
 
     value: Any
     """The object itself, kept alive so that its id stays unique."""

@@ -192,7 +192,9 @@ def _run(args: list[str], *, debug: bool) -> int:
 
 
 def _reader_gone() -> int:
-    """Discard stdout after its reader has closed it (whet plan | head), because the flush at exit would fail again."""
+    """Redirect stdout to /dev/null after its reader has closed it (whet plan | head), so that the flush at exit does
+    not fail.
+    """
     _discard(sys.stdout)
     return 0
 
@@ -224,7 +226,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def _as_failure(error: BaseException) -> WhetError:
-    """Describe an unexpected exception. It is attributed to user code if the traceback contains any."""
+    """Convert an unexpected exception to a WhetError. It is attributed to user code if the traceback contains any."""
     from whet.base.origin import code_origin, failure_frames, frame_name, user_frames
 
     frames, own_frames = traceback.extract_tb(error.__traceback__), user_frames(error)

@@ -9,7 +9,7 @@ from whet.base.errors import UsageError
 from whet.cli import output
 
 _SEED_KEYS = ("seeds", "seed")
-# Trains a run with settings in a folder, and returns an exit code.
+# Trains one run with these settings in a folder, and returns the exit code.
 TrainRun = Callable[[list[str], Path], int]
 
 

@@ -119,14 +119,14 @@ def launch(
         got = f"rank {ended.rank} of {num_processes} by {killer}"
         if not (run / RUN_FILE).exists():
             raise KilledError(
-                "a process was killed before the training began",
+                "a process was killed before training began",
                 got=got,
                 try_="run the same command again",
                 code=ended.code,
             )
         if num_restarts == max_restarts:
             raise KilledError(
-                "a process of the training was killed, and the others were stopped",
+                "a training process was killed, and the others were stopped",
                 got=f"{got}, after {num_restarts} restarts; --max-restarts allows no more",
                 try_=f"run the same command with --run {run} to resume from the last checkpoint",
                 code=ended.code,

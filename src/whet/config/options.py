@@ -244,7 +244,7 @@ class CommonConfig(TrainingOptions):
     checkpoint_steps: int | Auto = Field("auto", description="steps between checkpoints")
     checkpoint_minutes: float | Auto = Field("auto", description="minutes between checkpoints")
     checkpoint_epochs: int | Auto = Field("auto", description="epochs between checkpoints")
-    keep: int | Auto = Field("auto", description="how many of the last checkpoints are kept")
+    keep_checkpoints: int | Auto = Field("auto", description="how many of the last checkpoints are kept")
     workers: int | Auto = Field("auto", description="processes that load data ahead")
     threads: int | Auto = Field("auto", description="CPU threads")
     memory_gb: float | Auto = Field("auto", description="memory the run may plan for")

@@ -32,7 +32,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if _nesting_depth(content) > _MAX_FILE_DEPTH:
         raise _too_deep_error(path)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UsageError(f"{path} does not hold keys and values", got=type(content).__name__, try_="lr: 1e-4")
+        raise UsageError(f"{path} does not contain keys and values", got=type(content).__name__, try_="lr: 1e-4")
     return content
 
 

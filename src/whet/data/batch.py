@@ -26,7 +26,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalBatch:
-    """The samples of one optimizer step, as `for batch in session` yields them.
+    """The samples of one optimizer step, which `for batch in session` yields.
 
     Pass it to `session.step(loss, batch)`, which splits it into micro-batches and passes these to the loss function.
     """

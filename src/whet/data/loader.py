@@ -76,7 +76,7 @@ def check_no_loader_inside(data: Any) -> None:
             raise UsageError(
                 "this data yields the batches of a DataLoader, not samples",
                 got=f"{type(data).__name__} around a DataLoader",
-                try_=f"the DataLoader itself: data.{name}; what the wrapper does to a batch belongs into the loss",
+                try_=f"the DataLoader itself: data.{name}; apply what the wrapper does to a batch in the loss",
             )
 
 

@@ -94,8 +94,9 @@ class FakeMemory(DeviceMemory):
 class SimulatedGraphs(AbstractGraphs):
     """Simulates CUDA graphs on the CPU. It records operators while they run, undoes them, and replays them later.
 
-    As with CUDA, a replay executes no Python code and uses the same memory. So host values are constants, and a tensor
-    that replaces another one is not used. Operators that synchronize cannot be captured.
+    As with CUDA, a replay executes no Python code and uses the same memory. Therefore values computed on the host stay
+    constant, and a tensor that replaces another one after the recording has no effect. Operators that synchronize
+    cannot be captured.
     """
 
     @contextmanager

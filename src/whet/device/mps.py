@@ -28,7 +28,7 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 @final
 class MpsDevice(AbstractDevice):
-    """The Apple GPU of this machine."""
+    """The Apple GPU of this machine, used through torch's MPS backend."""
 
     kind = "mps"
     # Metal does not support float64.

@@ -83,7 +83,7 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
 
 
 def current_machine() -> tuple[Machine, SystemState]:
-    """Return the machine and its current state, as `whet probe` reports them.
+    """Return the facts about this machine and its current state, which `whet probe` also reports.
 
     This takes milliseconds, because torch is already loaded. If a virtual Mac is installed, it returns the simulated
     machine, and the state of this computer with the simulated readings.

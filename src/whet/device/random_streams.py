@@ -26,7 +26,9 @@ class RandomStreams:
     """The generator states of both streams: steps, and the code between them."""
 
     def __init__(self, device: AbstractDevice, *, between_seed: int) -> None:
-        """Start the stream of steps with the current states. `between_seed` seeds the other stream."""
+        """Start the stream of steps with the current generator states. `between_seed` seeds the stream of the code
+        between steps.
+        """
         self._device = device
         self._between_seed = between_seed
         self._generators: dict[str, _AbstractGenerator] = {
@@ -58,7 +60,7 @@ class RandomStreams:
                 generator.set(self._steps[name][1])
 
     def leave_step(self) -> None:
-        """Save the states of the stream of steps, and switch to the other stream."""
+        """Save the states of the stream of steps, and switch to the stream of the code between steps."""
         self._is_in_step = False
         for name, generator in self._generators.items():
             mark = generator.fingerprint()
@@ -72,7 +74,7 @@ class RandomStreams:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the states of both streams as tensors and plain JSON, without switching."""
+        """Return the states of both streams as tensors and plain JSON. The active stream does not change."""
         live = {name: generator.get() for name, generator in self._generators.items()}
         if self._is_in_step:
             steps, between, has_between = live, {**live, **self._between}, bool(self._between)

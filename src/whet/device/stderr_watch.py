@@ -124,7 +124,8 @@ def _flush() -> None:
 
 
 def relay(texts: list[bytes]) -> None:
-    """Copy until every writer has closed the pipe. Report the index of each text found, and PASSED for each MARK.
+    """Copy stdin to stderr until every writer has closed the pipe. Report each text found by its index, and each MARK
+    as PASSED.
 
     Marks are not copied.
     """
@@ -148,7 +149,7 @@ def relay(texts: list[bytes]) -> None:
 
 
 def _partial_mark(data: bytes) -> bytes:
-    """Return the longest end of `data` that may be the start of a MARK, or b"" if there is none."""
+    """Return the longest suffix of `data` that is a prefix of MARK, or b"" if there is none."""
     return next((MARK[:size] for size in range(len(MARK) - 1, 0, -1) if data.endswith(MARK[:size])), b"")
 
 

@@ -34,7 +34,7 @@ class RetryStepError(Exception):
 
 
 class ParallelStrategy:
-    """The way in which ranks compute a step together. The base class is for a single process."""
+    """The interface of parallel strategies, and the strategy for a single process."""
 
     is_single_process = True
     has_full_model = True

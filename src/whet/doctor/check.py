@@ -21,7 +21,7 @@ CHECK_SECONDS = 30.0
 
 
 class CheckFinding(FrozenModel):
-    """The outcome of a check: a verdict, a sentence, and the numbers behind it."""
+    """The outcome of a check: a verdict, a sentence, and the figures that support it."""
 
     verdict: Verdict
     what: str

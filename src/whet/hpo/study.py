@@ -173,7 +173,7 @@ class SearchStudy:
         return sorted(self._storage.get_all_trials(self._id, deepcopy=True), key=lambda trial: trial.number)
 
     def claim(self, *, max_trials: int) -> ClaimedTrial | None:
-        """Claim a waiting trial, or create one if fewer than `max_trials` count. Return None if there is none to do."""
+        """Claim a waiting trial, or create one if fewer than `max_trials` count. Return None if no trial is left."""
         from optuna.trial import TrialState, create_trial
 
         self.recover()

@@ -303,7 +303,7 @@ def devices_for(device: str, *, jobs: int, log: Log) -> list[str]:
 
 
 def run_together(functions: list[Callable[[], None]], *, stop: threading.Event) -> None:
-    """Run each function in a thread. If one of them fails, stop the others, which save first."""
+    """Run each function in a thread. If one of them fails, make the others save and stop."""
     with ThreadPoolExecutor(max_workers=len(functions), thread_name_prefix="worker") as pool:
         futures: list[Future[None]] = [pool.submit(function) for function in functions]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)

@@ -339,7 +339,7 @@ def mac_machine(answers: MacReadings, *, architecture: str | None) -> Machine:
 def mac_accelerator(
     answers: MacReadings, *, machine: Machine, recommended_bytes: int | None, num_cores: int | None
 ) -> Accelerator:
-    """Return the GPU that torch can use. Numbers reported by torch take precedence."""
+    """Return the GPU that torch can use. Values reported by torch take precedence."""
     chip = find_chip(machine.chip)
     return Accelerator(
         kind="mps",

@@ -40,7 +40,7 @@ class SystemReadings(NamedTuple):
 
 
 def probe() -> ProbeResult:
-    """Return the facts about this machine and its current state. It takes a few seconds.
+    """Return the facts about this machine and its current state. This takes a few seconds.
 
     >>> whet.probe().machine.cpu.logical_cores  # doctest: +SKIP
     8

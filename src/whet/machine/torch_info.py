@@ -35,7 +35,7 @@ class CudaInfo(FrozenModel):
 
 
 class TorchInfo(FrozenModel):
-    """The message of the child. Only `error` is set if torch could not be queried."""
+    """What the child process reports about torch. Only `error` is set if torch could not be queried."""
 
     version: str | None = None
     num_threads: int | None = None

@@ -6,14 +6,14 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from whet.base.model import FrozenModel
 
-# Weights, gradients and optimizer state stay in float32 at every precision. Adam keeps two numbers per weight.
+# Weights, gradients and optimizer state stay in float32 at every precision. Adam keeps two values per weight.
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
 ADAM_STATE_BYTES = 8
 OPTIMIZER_BYTES = {
     "adamw": ADAM_STATE_BYTES,
     "adam_atan2": ADAM_STATE_BYTES,
-    # The momentum.
+    # The momentum buffer.
     "sgd": 4,
     # One row and one column per matrix, far less than a byte per parameter, but 4 bytes for convolutions and vectors.
     "adafactor": 1,

@@ -151,7 +151,7 @@ class ProofRunner:
             try_ = failure["try_"] or "whet train, which fails alike: fix that first"
             raise kind(failure["what"], got=failure["got"], try_=try_)
         how = "it did not end" if code is None else f"exit code {code}: {process.failure()}"
-        raise WhetError("the training fails even without kills", got=how, try_="whet train first")
+        raise WhetError("training fails even without kills", got=how, try_="whet train first")
 
     def finish(self, run: Path, *, kills: str) -> TrainingProcess:
         """Resume a run until it ends. Raise ProofFailure if it does not."""

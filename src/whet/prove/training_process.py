@@ -150,7 +150,7 @@ def _describe(error: Exception) -> dict[str, Any]:
     frames = user_frames(error) or frames
     where = f" ({frame_name(frames[-1])})" if frames else ""
     got = f"{type(error).__name__}: {error}{where}"[:500]
-    return {"what": "the training fails even without kills", "got": got, "try_": None, "is_usage": False}
+    return {"what": "training fails even without kills", "got": got, "try_": None, "is_usage": False}
 
 
 # --- Fork server -----------------------------------------------------------------------------------------------------

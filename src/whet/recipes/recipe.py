@@ -179,7 +179,7 @@ class Recipe:
         raise self._unsupported("write_model_files", "export its model")
 
     def play_match(self, one: str, two: str, **options: Any) -> Any:  # noqa: ARG002
-        """Play two players against each other for `whet arena`."""
+        """Play a match between two players for `whet arena`."""
         raise self._unsupported("play_match", "be played")
 
     def train_by_self_play(self, resolved: "ResolvedConfig[Any]", **options: Any) -> int:  # noqa: ARG002

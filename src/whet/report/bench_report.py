@@ -71,7 +71,7 @@ def _short_name(machine: Machine) -> str:
 
 
 def no_result_reason(row: BenchRow) -> str:
-    """Return the reason why a row has no numbers."""
+    """Return the reason why a row has no measurements."""
     return f"{row.outcome}: {row.note}" if row.note else row.outcome
 
 

@@ -218,7 +218,7 @@ def _advice(report: RunReport, *, width: int) -> list[str]:
 
 
 def _settings(report: RunReport, *, width: int) -> list[str]:
-    """Return a table of the settings that no rule has chosen, and a line with the command that shows the others."""
+    """Return a table of the settings that no rule has chosen, and a line with the command that shows all settings."""
     shown = [s for s in report.settings if s.value not in (None, "unused") or s.source == "you"]
     rows = [
         (_clean(s.name), _clean(format_value(s.value)), _clean(s.reason), _clean(s.source))

@@ -56,7 +56,7 @@ class EventTable:
 
     @property
     def samples(self) -> Floats:
-        """Samples so far; NaN for rows without this number."""
+        """The number of samples processed so far; NaN for rows without it."""
         stats = self.numbers("samples")
         return np.where(stats[:, 0] > 0, stats[:, 1], np.nan)
 
@@ -169,7 +169,7 @@ def _session_starts(history: History) -> tuple[Floats, Floats]:
 
 
 def _cached(history: History, name: str, make: Callable[[], T]) -> T:
-    """Return a cached value. It is computed again after the history has grown."""
+    """Return a value cached with the history. It is computed again after the history has grown."""
     key = name, "blocks"
     if key not in history.curve_cache:
         history.curve_cache[key] = make()
@@ -217,12 +217,13 @@ class _BucketedRows:
         count = np.add.reduceat(numbers[:, 0], starts)
         nonfinite = np.add.reduceat(numbers[:, 4], starts)
         has_values = numbers[:, 0] > 0
-        # Replace missing values with infinities, which never win; buckets without values are masked below.
+        # Replace missing values with infinities, which are never the minimum or maximum; buckets without values are
+        # masked below.
         low = np.minimum.reduceat(np.where(has_values, numbers[:, 1], np.inf), starts)
         high = np.maximum.reduceat(np.where(has_values, numbers[:, 2], -np.inf), starts)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             mean = np.add.reduceat(numbers[:, 3], starts) / count
-        mean = np.clip(mean, low, high)  # Rounding may push it out by one bit.
+        mean = np.clip(mean, low, high)  # Rounding may put the mean just outside of these bounds.
         firsts = there[starts]
         is_empty = count == 0
         points = zip(
@@ -249,7 +250,7 @@ def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
     is_long = len(blocks) > points and sum(block.kinds[kind] for block in blocks) > most
     key = kind, "blocks" if is_long else "events"
     if is_long:
-        # The run has become long, so free the table by event.
+        # The run now has too many events for this table, so free its memory.
         history.curve_cache.pop((kind, "events"), None)
     if key not in history.curve_cache:
         history.curve_cache[key] = BlockTable(blocks, kind=kind) if is_long else _event_table(history, kind=kind)

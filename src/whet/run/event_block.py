@@ -13,7 +13,7 @@ from whet.run.event import as_number, flatten_fields
 
 # A trade-off: larger blocks make the index smaller, but curves coarser and lookups slower.
 BLOCK_EVENTS = 256
-# Kinds of events whose numbers are summarized by field.
+# Kinds of events whose numeric fields are summarized.
 SUMMARIZED_KINDS = ("step", "health", "eval")
 # Per field of a block: count, minimum, maximum, sum and number of non-finite values, 8 bytes each.
 STATS_PER_FIELD = 5

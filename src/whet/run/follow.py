@@ -50,7 +50,8 @@ class LiveHistory(History):
         try:
             file = open_regular_file(self._path)
         except (FileNotFoundError, NotADirectoryError):
-            return "unchanged"  # Keep the events: the folder may be moving, or its disk may be asleep.
+            # Keep the known events, because the folder may be in the middle of a move, or its disk may be asleep.
+            return "unchanged"
         with file:
             stat = os.fstat(file.fileno())
             # The file appeared after the first read, so this is not a replacement.

@@ -12,7 +12,7 @@ from whet.run.strict_json import StrictModel
 FORMAT_VERSION = 1
 PROOF_FILE = "proof.json"
 
-# If fewer processes resumed, all kills may have hit the start of the run, which would be no evidence.
+# If fewer processes resumed, all kills may have hit the start of the run, which proves nothing about resuming.
 MIN_RESUMED_FRACTION = 0.6
 
 Verdict = Literal["proved", "broken", "cannot be proved"]
@@ -38,7 +38,7 @@ class KillCounts(StrictModel):
 
 
 class ComparedCounts(StrictModel):
-    """Counts of what was compared with the uninterrupted run."""
+    """Numbers of tensors, losses, metrics and runs that were compared with the uninterrupted run."""
 
     tensors: int = 0
     bytes: int = 0

@@ -198,7 +198,7 @@ class HostSnapshot:
         self._host_rng = get_host_rng()
 
     def change(self) -> str | None:
-        """Return what Python code changed that a replay would not repeat; None if it changed nothing."""
+        """Return a description of changes by Python code that a replay would not repeat; None if there are none."""
         if not (torch.equal(torch.get_rng_state(), self._torch_rng) and host_rng_equal(get_host_rng(), self._host_rng)):
             return "the loss draws from a generator on the host"
         for saved in self._buffers.saved:

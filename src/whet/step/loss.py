@@ -76,7 +76,7 @@ _CONSTANTS = (str, bool, type, types.BuiltinFunctionType, types.ModuleType)
 def loss_code(loss: Any) -> Hashable:
     """Return a key that identifies a loss across steps: its code and that of the functions and modules it refers to.
 
-    A loop may redefine a loss in each step, with different numbers and tensors. Its key remains the same, and does not
+    A loop may redefine a loss in each step, with different scalars and tensors. Its key remains the same, and does not
     keep any of those objects alive.
     """
     code: Hashable = _code(loss.function if isinstance(loss, BatchLoss) else loss, _MAX_DEPTH)
@@ -194,7 +194,7 @@ def _as_pair(data: Any, loss: Any) -> tuple[Any, Any]:
 
 
 def parse_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
-    """Normalize what a loss returned to (mean, None) or (sum, weight). Raise WhetError for unsupported values.
+    """Convert the return value of a loss to (mean, None) or (sum, weight). Raise WhetError for unsupported values.
 
     A loss may return a scalar, a pair (sum, weight), a dict with "loss", or an object with `.loss` (transformers).
     """

@@ -51,7 +51,7 @@ class Outcome:
     has_loss: bool = True
     """False for a manual step without `session.log_loss`. The loss is then NaN and is not logged."""
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other numbers that the loss function returned, which are logged with the step."""
+    """Other scalars that the loss function returned, which are logged with the step."""
 
 
 class NonFiniteError(Exception):
@@ -78,7 +78,7 @@ class Stepper:
         strategy: ParallelStrategy | None = None,
         other_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
-        """Run steps of `optimizer`. `other_parameters` belong to other optimizers and get no gradient."""
+        """Create a stepper for `optimizer`. `other_parameters` belong to other optimizers and get no gradient."""
         self.model = model
         self.optimizer = optimizer
         self.device = device
@@ -125,7 +125,9 @@ class Stepper:
             return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
 
     def _follow_groups(self) -> None:
-        """Read the parameters of the optimizer again: a resume or the user (weight_norm) may have replaced them."""
+        """Update the list of parameters from the optimizer: a resume or the user (weight_norm) may have replaced
+        them.
+        """
         self._lists = [group["params"] for group in self.optimizer.param_groups]
         # Use the order of the model, as loops that clip model.parameters() do: it affects how the sum of the norm is
         # rounded.
@@ -210,7 +212,7 @@ class Stepper:
         mark: Callable[[], Mark],
         scalars: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | float | None, list[Phase]]:
-        """Accumulate the gradients of all micro-batches, and add other numbers that the loss returns to `scalars`.
+        """Accumulate the gradients of all micro-batches, and add the other scalars that the loss returns to `scalars`.
 
         Return the loss, the sum of weights (None if it is not needed) and the phases.
         """
@@ -305,7 +307,7 @@ class Stepper:
         """Raise after the first backward pass if the loss reaches no parameter: training would have no effect."""
         if all(parameter.grad is None for parameter in self._parameters):
             raise WhetError(
-                "the loss reaches no parameter of the optimizer",
+                "the loss does not depend on any parameter of the optimizer",
                 got="no gradient after the backward pass",
                 try_="a loss computed from this model's output, without detach()",
             )
@@ -363,7 +365,7 @@ class Stepper:
 
 @contextmanager
 def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Disable requires_grad inside the `with` block.
+    """Set requires_grad=False on these parameters inside the `with` block.
 
     backward(inputs=...) is no alternative: it would lose gradients with reentrant checkpointing.
     """

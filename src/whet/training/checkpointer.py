@@ -133,7 +133,7 @@ class Checkpointer:
         run.log.spent("save", stall)
 
     def close(self) -> None:
-        """Wait for the current write. Every way out of a session calls this."""
+        """Wait for the current write. Every exit from a session calls this."""
         # Suppress errors: the error that ends the session is reported elsewhere, and earlier checkpoints remain valid.
         with contextlib.suppress(WhetError):
             self.collect(wait=True)
@@ -240,7 +240,7 @@ class Checkpointer:
                 writer.apply_retention(
                     folder,
                     acknowledged=step,
-                    keep=run.plan.keep,
+                    keep=run.plan.keep_checkpoints,
                     best=best,
                     total_steps=total_steps,
                     rejected=self._rejected,
@@ -262,7 +262,7 @@ class Checkpointer:
         return bool(self._run.group.broadcast(answer)) if self._is_sharded else answer
 
     def _check_disk_space(self, num_bytes: int, *, best: int | None) -> None:
-        needed, keep = max(num_bytes, self._last_bytes), self._run.plan.keep
+        needed, keep = max(num_bytes, self._last_bytes), self._run.plan.keep_checkpoints
         writer.free_disk_space(self._folder, num_bytes=needed, keep=keep, best=best, rejected=self._rejected)
         free = durable.free_bytes(self._folder)
         # Allow 5 % for file system overhead.

@@ -65,7 +65,9 @@ class GapDetector:
         self._before = self._fingerprints(dict(self._roots()))
 
     def add_loss(self, loss: Any) -> None:
-        """Take fingerprints of what a loss refers to, before its first call. Known code objects are skipped."""
+        """Take fingerprints of the objects that a loss refers to, before its first call. Known code objects are
+        skipped.
+        """
         code = getattr(getattr(loss, "__func__", loss), "__code__", None)
         # A partial or an object with __call__ may also be recreated in each step.
         key = loss_code(loss) if code is None else code
@@ -256,7 +258,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _names_set_by_epoch(loader: DataLoader[Any]) -> set[str]:
-    """Return the names of what `set_epoch` changes in a sampler.
+    """Return the names of the attributes that `set_epoch` changes in a sampler.
 
     A resumed run calls it too, so none of this is lost.
     """

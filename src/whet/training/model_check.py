@@ -89,7 +89,7 @@ class ModelCheck:
         return ModelCheckResult(leak=leak, parity=parity, messages=tuple(messages), is_complete=is_complete)
 
     def _compare_with_cpu(self, precision: str) -> tuple[device_parity.DeviceParity | None, str | None, str | None]:
-        """Compare the loss and gradients with those of the CPU, and a second pass with the first.
+        """Compare the loss and gradients of the device with those of the CPU, and those of two passes on the device.
 
         Return the parity, the difference between the two passes if there is one, and the problem if the check failed to
         run.

@@ -89,7 +89,7 @@ class State:
         if values["best_score"] is not None and self.goal not in (None, values["goal"]):
             # Scores of two different goals cannot be compared: early stopping and the best checkpoint would be wrong.
             raise UsageError(
-                "the run was started with another goal",
+                "the run was started with a different goal",
                 got=f"{self.goal}; the run has {values['goal']}",
                 try_="the same goal, mode and evaluation, or another run folder",
             )

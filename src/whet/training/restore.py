@@ -237,7 +237,7 @@ def _hyperparameter_changes(snapshot: Snapshot, run: "RunContext") -> tuple[Mapp
 
 def _structure_error(error: Exception) -> WhetError:
     got = f"{type(error).__name__} {error}"
-    return WhetError("the checkpoint's progress has another structure", got=got, try_=MOVE_CHECKPOINT)
+    return WhetError("the checkpoint's progress has an unknown structure", got=got, try_=MOVE_CHECKPOINT)
 
 
 def _data_changes(saved: CheckpointInfo, now: Mapping[str, Any], allow: Collection[str]) -> list[str]:

@@ -26,7 +26,7 @@ _UNCOMPARED = ("the generator of ", "rng.", "progress.")
 
 
 def find_earlier(folder: Run, newest: int) -> store.LoadedCheckpoint | None:
-    """Load the checkpoint before the newest one; None if there is no readable one."""
+    """Load the second-newest checkpoint; None if it does not exist or cannot be read."""
     steps = [step for step in store.list_steps(folder.checkpoints) if step < newest]
     try:
         return store.load_newest(folder.checkpoints, run_id=folder.header.id, steps=steps)

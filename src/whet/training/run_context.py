@@ -244,7 +244,7 @@ class RunContext:
         return bool(self.group.broadcast(is_logged))
 
     def last_metrics(self) -> dict[str, float]:
-        """Return the metrics of the newest step from the run folder; empty if there are none."""
+        """Return the metrics that were logged at the newest step; empty if there are none."""
         metrics: dict[str, float] = {}
         if self.folder is not None and self.group.is_rank_zero:
             for event in History(self.folder).backwards(kinds=("eval",)):
@@ -268,7 +268,9 @@ class RunContext:
         if failure is not None:
             raise failure[1]
         rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
-        raise WhetError("a callback failed on another rank", got=f"rank {rank}: {message}", try_="see its traceback")
+        raise WhetError(
+            "a callback failed on another rank", got=f"rank {rank}: {message}", try_="see the traceback on that rank"
+        )
 
     def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
         """Restore the run from a checkpoint. Nothing is written."""

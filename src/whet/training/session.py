@@ -241,7 +241,7 @@ class Session:
     # --- the training loop -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        """Yield the remaining global batches and act on the requests of callbacks between them."""
+        """Yield the remaining global batches, and carry out the requests of callbacks in between."""
         self._entered_run()
         return self._loop.batches()
 

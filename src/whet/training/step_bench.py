@@ -227,7 +227,7 @@ class LocalStepBench:
             return float((total if weight is None else total / clamp_weight(weight)).detach())
 
     def record(self) -> tuple[RecordedBatches, float]:
-        """Return the batches that the steps cycle through, and the seconds that it takes to read one of them."""
+        """Return the batches that the timed steps cycle through, and the seconds for reading one batch."""
         source, seconds = self._source(self.plan), []
         workload, num_batches = self.plan.workload, NUM_BATCHES
         if workload.sample_bytes:
@@ -265,7 +265,7 @@ class LocalStepBench:
             yield
 
     def floor(self, device: AbstractDevice) -> int:
-        """Return the bytes that were in use on a device before the model was moved there."""
+        """Return the bytes that were in use on a device before the model was moved to it."""
         place = device.torch_device
         if place not in self._floors:
             own = sum(tensor.nbytes for _, tensor in named_tensors(self.model) if tensor.device.type == place.type)

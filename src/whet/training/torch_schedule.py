@@ -215,7 +215,7 @@ def check_scheduler(training: TrainingConfig, optimizer: Optimizer | OptimizerCh
         )
     if any(getattr(part, "optimizer", optimizer) is not optimizer for part in _parts(scheduler)):
         raise UsageError(
-            "the scheduler belongs to another optimizer",
+            "the scheduler belongs to a different optimizer",
             got=f"{name} over another {type(scheduler.optimizer).__name__}",
             try_="the same optimizer in schedule=...(optimizer, ...) and optimizer=",
         )

@@ -134,7 +134,9 @@ def count_flops(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device:
 
 @contextmanager
 def preserve_loss_modules(loss: MicroLoss, model: nn.Module) -> Iterator[None]:
-    """Restore modules other than the model that a loss refers to, such as a criterion with running statistics."""
+    """Restore, on exit, the modules that a loss refers to besides the model, such as a criterion with running
+    statistics.
+    """
     known = set(model.modules())
     with ExitStack() as stack:
         for module in _used_modules(loss, depth=3):

@@ -33,7 +33,7 @@ def adapt_outputs(function: Callable[[Any], Any]) -> OutputFunction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainable:
-    """A model with everything that an optimizer step needs.
+    """A model with its loss, its optimizer and example batches, ready for optimizer steps.
 
     Its tensors are fake if it was created in a fake tensor mode.
     """

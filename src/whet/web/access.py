@@ -3,7 +3,7 @@
 Any page in a browser can send requests to the loopback address. A page whose host name resolves to 127.0.0.1 (DNS
 rebinding) can even read the responses. The headers Origin and Sec-Fetch-Site, which pages cannot forge, detect the
 first attack. Host detects the second. Sites do not depend on ports: a page of another server on this machine is
-"same-site", and its requests carry our cookie. So only "same-origin" is accepted.
+"same-site", and its requests include the cookie of this server. Therefore only "same-origin" is accepted.
 """
 
 import hmac

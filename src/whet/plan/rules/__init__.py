@@ -41,7 +41,7 @@ ALL_RULES: tuple[Rule, ...] = (
     checkpoints.choose_checkpoint_minutes,
     checkpoints.choose_checkpoint_steps,
     checkpoints.choose_checkpoint_epochs,
-    checkpoints.choose_keep,
+    checkpoints.choose_keep_checkpoints,
     device.choose_on_heat,
     verification.choose_verify,
     verification.choose_causal_mask,

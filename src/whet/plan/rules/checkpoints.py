@@ -52,15 +52,15 @@ def choose_checkpoint_epochs(context: RuleContext) -> Decision:
     return Decision(value=None, reason="time decides", evidence={"num_samples": context.workload.num_samples})
 
 
-@rule("C4", "keep")
-def choose_keep(context: RuleContext) -> Decision:
+@rule("C4", "keep_checkpoints")
+def choose_keep_checkpoints(context: RuleContext) -> Decision:
     """Number of latest checkpoints to keep, in addition to the best one and two milestones.
 
     Why: with two, one is always complete while the other is replaced. Milestones are older checkpoints for the case
     that a run went wrong: in a run of 100 steps or more, the first checkpoint of each of the two newest tenths. They
     are deleted first when the disk is nearly full.
     When wrong: little disk space, or a run that may have to roll back far.
-    Override: keep=N, 2 or more.
+    Override: keep_checkpoints=N, 2 or more.
     Sources: torchtitan rejects 1 for the same reason.
     """
     return Decision(

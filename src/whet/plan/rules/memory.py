@@ -250,7 +250,7 @@ def choose_empty_cache(context: RuleContext) -> Decision:
     """
     is_mps = context.device_type == "mps"
     reason = "each epoch, and when the driver holds far more than the tensors need" if is_mps else "it only costs time"
-    value = "as needed" if is_mps else "never"
+    value = "on" if is_mps else "off"
     return Decision(value=value, reason=reason, evidence={"device": context.device_type})
 
 

@@ -64,7 +64,7 @@ class Packer(Generic[Item]):
         return None
 
     def rest(self) -> Iterator[list[Item]]:
-        """Yield the rows that are still open, the fullest first."""
+        """Yield the incomplete rows that are left at the end, the fullest first."""
         for _, row in self._free:
             yield self._rows.pop(row)
 
@@ -144,7 +144,7 @@ class SplitWriter:
         return facts, {name: ChatFile(bytes=file.size, sha256=file.sha256) for name, file in written.items()}
 
     def abandon(self) -> None:
-        """Close the files without finishing them."""
+        """Close the files after an error, without completing their content."""
         for file in self._files.values():
             file.abandon()
 
@@ -274,7 +274,7 @@ def open_dataset(folder: Path, *, verify: bool = False) -> ChatDataset:
     tokenizer = ChatTokenizer.from_json(read_regular_file(folder / TOKENIZER, follows_links=True).decode())
     if tokenizer.vocab_size != manifest.vocab_size:
         raise WhetError(
-            f"{folder / TOKENIZER} is another tokenizer",
+            f"{folder / TOKENIZER} is a different tokenizer",
             got=f"{tokenizer.vocab_size} ids, not {manifest.vocab_size}",
             try_="prepare the data again",
         )

@@ -32,7 +32,9 @@ class PreallocatedCache:
         self._next = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the next attention layer. Return those of all visible positions."""
+        """Store the keys and values of the next attention layer. Return the keys and values of all visible
+        positions.
+        """
         assert self._positions is not None
         if self._next == len(self._layers):
             self._layers.append((self._allocate(keys), self._allocate(values)))
@@ -45,7 +47,7 @@ class PreallocatedCache:
         return layer[0][:, :, : self._num_keys], layer[1][:, :, : self._num_keys]
 
     def keep(self, rows: Tensor) -> None:
-        """Keep these rows of the batch and drop the rest."""
+        """Keep only these rows of the batch."""
         self._layers = [(keys[rows], values[rows]) for keys, values in self._layers]
 
     def _allocate(self, like: Tensor) -> Tensor:

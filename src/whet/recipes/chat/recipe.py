@@ -100,7 +100,7 @@ def check_vocabulary(data: "ChatData", metadata: dict[str, Any], *, where: str) 
     """Raise UsageError if the weights of `init_from` were not trained with the tokenizer of the data."""
     if metadata.get("tokenizer") != data.tokenizer.to_json():
         raise UsageError(
-            f"{where} was trained with another tokenizer than the data has",
+            f"{where} was trained with a different tokenizer than that of the data",
             got=f"{metadata.get('vocab_size', 'no')} tokens there, {data.tokenizer.vocab_size} in the data",
             try_="whet data chat ... with the tokenizer of the first data",
         )

@@ -1,4 +1,4 @@
-"""Write the numbers of a run as files into a new folder, completely or not at all."""
+"""Write the metrics of a run as CSV or TensorBoard files into a new folder, completely or not at all."""
 
 import csv
 import io
@@ -143,7 +143,7 @@ class ExportResult(FrozenModel):
 
 
 def export_run(run: Run | Path | str, *, to: str, out: Path | str | None = None, force: bool = False) -> ExportResult:
-    """Write the numbers of a run into a new folder, by default NAME-FORMAT in the working folder.
+    """Write the metrics of a run into a new folder, by default NAME-FORMAT in the working folder.
 
     Steps that were repeated after a resume are written once. Raise UsageError if the folder exists, unless `force` is
     set and the folder contains only an export.

@@ -24,7 +24,7 @@ class UnreachableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DashboardRow:
-    """The numbers of one step."""
+    """The metrics of one step, for the dashboard."""
 
     step: int
     time: float
@@ -33,7 +33,9 @@ class DashboardRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardedState:
-    """The last step that the dashboard already has, for all numbers (`step`) or for each (`by_name`)."""
+    """The last step that the dashboard already has, for all metrics together (`step`) or for each of them
+    (`by_name`).
+    """
 
     step: int = -1
     by_name: Mapping[str, int] = field(default_factory=dict)

@@ -48,7 +48,7 @@ class RowCollector:
             self._open = DashboardRow(step, event.time, {**known, **named_event_numbers(event)})
 
     def rest(self) -> Iterator[DashboardRow]:
-        """Yield the newest row, if there is one."""
+        """Yield the row of the newest step, which is complete once the run has ended."""
         if self._open is not None:
             self._sent = self._open.step
             yield self._open

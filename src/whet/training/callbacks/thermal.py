@@ -1,6 +1,6 @@
 """React to heat, memory pressure and battery power by logging, saving and pausing between steps.
 
-No tensor is used, so sensor readings can change the duration of a run but not its numbers.
+No tensor is used, so sensor readings can change the duration of a run but not its results.
 """
 
 import os
@@ -139,9 +139,9 @@ DEBOUNCE_SECONDS = 30.0
 """Minimum number of seconds between state changes, so that a sensor near a threshold does not cause many events."""
 
 INITIAL_REST_SHARE, REST_SHARE_STEP, MAX_REST_SHARE = 0.2, 0.1, 0.6
-"""on_heat=pace: the initial fraction of time to rest, the step by which it changes, and its maximum."""
+"""on_heat=slow_down: the initial fraction of time to rest, the step by which it changes, and its maximum."""
 MIN_WORK_SECONDS = 1.0
-"""on_heat=pace: minimum seconds between rests. Each rest waits for the device, so not every step can rest."""
+"""on_heat=slow_down: minimum seconds between rests. Each rest waits for the device, so not every step can rest."""
 
 REST_SECONDS_WITHOUT_SENSOR = 120.0
 """on_heat=pause: the length of a pause in seconds if there is no sensor."""
@@ -179,7 +179,7 @@ class _Debounced(Generic[T]):
 
 
 class ThermalPolicy(Callback):
-    """A callback that watches sensors and step times, and warns, paces or pauses between steps (`on_heat`)."""
+    """A callback that watches sensors and step times, and warns, slows down or pauses between steps (`on_heat`)."""
 
     every_seconds = 0.1
 
@@ -225,7 +225,7 @@ class ThermalPolicy(Callback):
         run.exit_stack.enter_context(SensorThread(self._reader, self.take, every_seconds=READ_EVERY_SECONDS))
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
-        """Rest if needed, then act on new readings."""
+        """Rest if on_heat=slow_down requires it, then act on new sensor readings."""
         if self._is_pause_due:
             # An earlier call requested a checkpoint before this pause, and the loop has written it by now.
             self._is_pause_due = False
@@ -279,7 +279,7 @@ class ThermalPolicy(Callback):
         elif not self._is_cool_reported and heat == "cool" and system_state.thermal is not None:
             self._is_cool_reported = True
             self._log.notify("sensors", heat=heat)
-        if self._policy == "pace":
+        if self._policy == "slow_down":
             self._adapt_rest_share(now)
         elif self._policy == "pause" and self._heat.value == "hot" and now >= self._may_pause_at:
             self._is_pause_due = not self.should_stop()
@@ -287,7 +287,7 @@ class ThermalPolicy(Callback):
         return action
 
     def _policy_note(self) -> str:
-        if self._policy == "pace":
+        if self._policy == "slow_down":
             return "; rests a share of the time"
         return "; saved, and paused until it is cool" if self._policy == "pause" else ""
 

@@ -173,7 +173,9 @@ def _features(fields: Mapping[str, Field], pad_token: int | None) -> Iterator[tu
 
 
 def _marks(column: np.ndarray) -> list[np.ndarray]:
-    """Return a mask over the samples for each distinct value of a column, or for its extremes if there are many."""
+    """Return a mask over the samples for each distinct value of a column, or for its minimum and maximum if it has many
+    values.
+    """
     values = np.unique(column)
     if len(values) > _MAX_VALUES:
         values = np.unique([*values[values < 0][:2], values[0], values[-1]])

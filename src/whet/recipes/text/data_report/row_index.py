@@ -48,7 +48,7 @@ class TextHashes:
         self.split.append(split)
 
     def skip(self, *, split: int) -> None:
-        """Add a row without a usable text. It is not compared with other rows."""
+        """Add a row that has no usable text, and is therefore not compared with other rows."""
         self.add("", "", label=-1, split=split)
 
     def duplicates(self) -> Iterator[Duplicate]:
