@@ -104,7 +104,7 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
 
 
 def _batch_sweep(points: Sequence[BatchPoint], plan: Plan, *, note: str) -> BenchSweep:
-    """Return the measured global batch sizes as a sweep."""
+    """Convert the result of the batch size finder to a sweep of the report."""
     rows = []
     for point in points:
         rate = None

@@ -53,7 +53,7 @@ def provable_function(training: ScriptTraining, *, device: str) -> ProvableTrain
 
 
 def provable_training(what: str, recipe: Recipe, resolved: ResolvedConfig[Any], *, device: str) -> ProvableTraining:
-    """Return the training run of a recipe with the given config."""
+    """Return the training run of a recipe, in the form that `whet prove` starts and kills."""
     arguments = {
         "recipe": what,
         "config": resolved.config.model_dump(mode="json"),

@@ -51,7 +51,7 @@ _STUDY_ATTRIBUTE = "whet"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSearch:
-    """A validated search, before anything is written."""
+    """The validated arguments of a search, before anything is written to disk."""
 
     recipe: str
     """The recipe as a name or an absolute path that the process of a trial can load."""

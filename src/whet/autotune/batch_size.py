@@ -261,7 +261,7 @@ def scale_learning_rate(rate: float, *, before: int, after: int, scaling: Scalin
 
 
 def describe_scaling(rates: tuple[float, ...], *, before: int, after: int, scaling: Scaling) -> str:
-    """Describe how the learning rates are scaled, and why."""
+    """Describe how the learning rates are scaled to the batch size, and why."""
     if before == after:
         return f"lr stays {', '.join(f'{rate:g}' for rate in rates)}: it is meant for this batch"
     steps = [scale_learning_rate(rate, before=before, after=after, scaling=scaling)[1] for rate in dict.fromkeys(rates)]
@@ -273,7 +273,7 @@ def describe_scaling(rates: tuple[float, ...], *, before: int, after: int, scali
 
 @dataclass(slots=True)
 class _BatchTimings:
-    """Step times by batch size, and the bench that measures them."""
+    """Measures step times by batch size with a bench, and stores them."""
 
     bench: StepBench
     budget: Budget
@@ -298,7 +298,7 @@ class _BatchTimings:
 
     @property
     def points(self) -> tuple[BatchPoint, ...]:
-        """One point per batch size, including sizes that failed."""
+        """The result for each batch size, including sizes that failed."""
         points = []
         for size in sorted({*self.seconds, *self.failures}):
             if size in self.failures:

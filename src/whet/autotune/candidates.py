@@ -24,7 +24,7 @@ _CONSTRAINTS = {rule.setting: rule.constraint for rule in ALL_RULES}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanCandidate:
-    """A change to the best settings so far."""
+    """A change to the best settings found so far, to be timed against them."""
 
     setting: str
     """Name of the setting to test."""
@@ -33,7 +33,7 @@ class PlanCandidate:
 
     @property
     def value(self) -> Scalar:
-        """New value of the setting to test."""
+        """The new value of `setting`."""
         return self.changes[self.setting]
 
 

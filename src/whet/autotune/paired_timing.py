@@ -116,7 +116,7 @@ class _TimedSide:
         self._longest = 0.0
 
     def visit(self, first: int) -> None:
-        """Time consecutive steps, starting with batch `first`."""
+        """Time a few consecutive steps, starting with the batch of index `first`."""
         total = sum(self.prepared.step(first + offset) for offset in range(self.steps))
         # A coarse clock may report zero, which has no logarithm.
         self.visits.append(max(total / self.steps, 1e-9))

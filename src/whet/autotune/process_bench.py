@@ -72,7 +72,7 @@ class ProcessStepBench:
 
     @property
     def recovery_seconds(self) -> float:
-        """Seconds that it takes to start a new process."""
+        """Seconds for starting a new child process after a failure."""
         return self._start_seconds
 
     def clock(self) -> float:

@@ -102,7 +102,7 @@ def _search(context: SearchContext) -> TuningResult:
 
 @dataclass(slots=True)
 class _SearchState:
-    """Mutable state of a search."""
+    """The mutable state of a search: best settings, trials and time."""
 
     context: SearchContext
     base: PreparedSettings

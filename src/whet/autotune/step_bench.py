@@ -63,7 +63,7 @@ class PreparedStep(Protocol):
         """Return the peak memory in bytes since the preparation began, or None if unknown. Valid after `close`."""
 
     def close(self) -> None:
-        """Release all resources. No further steps are allowed."""
+        """Release all resources of these settings. No further steps are allowed."""
 
 
 class StepBench(Protocol):
@@ -77,7 +77,7 @@ class StepBench(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """The rule-based plan."""
+        """The rule-based plan for the workload and the current batch size."""
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -124,7 +124,7 @@ class Budget:
 
     @property
     def end(self) -> float:
-        """Time on the clock at which the budget is used up."""
+        """The clock time at which the budget is used up."""
         return self.start + self.seconds
 
     @property
@@ -146,7 +146,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningProgress:
-    """Progress of a measurement."""
+    """The progress of a measurement: what is being measured, and how much of the budget is spent."""
 
     doing: str
     """What is being measured, such as "precision bf16"."""

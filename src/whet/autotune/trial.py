@@ -274,7 +274,7 @@ def record_trial(
     timing: PairedTiming | None = None,
     spent: float = 0.0,
 ) -> TuneTrial:
-    """Return the record of one trial."""
+    """Return the record of one trial, as stored in the plan."""
     result = timing.estimate if timing else None
     return TuneTrial(
         setting=setting,

@@ -54,7 +54,7 @@ class InsufficientMemoryError(WhetError):
 
 
 class DivergedError(WhetError):
-    """The loss or the weights are NaN or Inf."""
+    """The loss or the weights are NaN or Inf, and no fallback is left."""
 
 
 class LostRankError(WhetError):

@@ -48,11 +48,11 @@ Message = dict[str, Any]
 
 
 class WorkerTimeoutError(Exception):
-    """No message arrived in time. The process is still running."""
+    """Raised if no message arrived in time. The process is still running."""
 
 
 class WorkerExitError(Exception):
-    """The process has ended, and all its messages have been received."""
+    """Raised if the process has ended and all its messages have been received."""
 
 
 class JsonWorker:
@@ -216,7 +216,7 @@ class JsonWorker:
 
 
 class WorkerChannel:
-    """The child's end of the pipes."""
+    """The child's end of the pipes to its parent, for messages and the payload."""
 
     def __init__(
         self, requests: IO[bytes], responses: int, *, is_threaded: bool, payload: IO[bytes] | None = None

@@ -214,7 +214,7 @@ def restore_attributes(
 
 
 def decode_attributes(saved: Mapping[str, Any], decoder: StateDecoder) -> dict[str, dict[str, Any]]:
-    """Return the saved attributes, decoded, by owner and name."""
+    """Decode saved attributes. Return them by owner and name."""
     return {
         owner: {name: decoder.decode(encoded) for name, encoded in sorted(of_owner.items()) if encoded != _OPAQUE}
         for owner, of_owner in sorted(saved["now"].items())
@@ -250,7 +250,7 @@ def load_attributes(module: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -
 
 
 def describe_attribute(owner: str, name: str) -> str:
-    """Return the name of an attribute as shown to users."""
+    """Return the name of an attribute in the form shown to users."""
     if owner.startswith("@"):
         return join_path("optimizer", f"{owner[1:]}.{name}" if owner[1:] else name)
     return join_path(owner, name)

@@ -43,7 +43,7 @@ def tensors_equal(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def describe_tensor(name: str) -> str:
-    """Return the name of a saved tensor as shown to users.
+    """Return the name of a saved tensor in the form shown to users.
 
     >>> describe_tensor("optimizer/0.weight/exp_avg")
     'exp_avg of 0.weight in the optimizer'

@@ -82,7 +82,7 @@ class DamagedCheckpointError(WhetError):
 
 
 class FileDigest(FrozenModel):
-    """Size in bytes and SHA-256 of a file."""
+    """The size in bytes and the SHA-256 of a file."""
 
     size: Size
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]

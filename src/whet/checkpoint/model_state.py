@@ -57,7 +57,7 @@ class InitialState:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> "InitialState":
-        """Describe the current state of a model and its optimizers."""
+        """Record the current structure, flags and attributes of a model and its optimizers."""
         in_eval = _modules_in_eval(model)
         return cls(
             structure=describe_structure(model),
@@ -212,7 +212,7 @@ def expanded_copy(target: Tensor, values: Tensor) -> Tensor:
 
 
 def replace_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a buffer with another tensor."""
+    """Replace a buffer of a module with another tensor, under the same name."""
     prefix, _, attribute = name.rpartition(".")
     model.get_submodule(prefix)._buffers[attribute] = tensor
 

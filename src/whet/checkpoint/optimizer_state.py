@@ -108,7 +108,7 @@ def has_own_state(optimizer: Optimizer) -> bool:
 
 
 class OptimizerRestorer:
-    """Restores optimizers from a checkpoint."""
+    """Restores the state of one or more optimizers from a checkpoint."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class RankExchange(Protocol):
         """The number of ranks."""
 
     def post(self, name: str, text: str) -> None:
-        """Publish a message."""
+        """Publish a message under a name that other ranks wait for."""
 
     def wait(self, name: str) -> str:
         """Wait for a message and return it. Raise WhetError if the sender has exited or does not respond."""

@@ -31,12 +31,12 @@ WantedRows = Callable[[str, tuple[int, ...]], RowRange | None]
 
 
 def all_rows(_name: str, _shape: tuple[int, ...]) -> RowRange | None:
-    """Select all rows of every tensor."""
+    """A `WantedRows` function that selects all rows of every tensor."""
     return None
 
 
 class HeldRows(FrozenModel):
-    """The rows of one tensor in a shard."""
+    """The range of rows of one tensor that a shard contains."""
 
     dtype: str
     shape: tuple[Size, ...]

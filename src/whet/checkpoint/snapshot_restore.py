@@ -35,7 +35,7 @@ MOVE_CHECKPOINT = "move the newest folder out of checkpoints/, and run the same 
 
 
 class RestoredState(NamedTuple):
-    """The result of `restore_snapshot`."""
+    """The progress and the messages that `restore_snapshot` returns."""
 
     progress: dict[str, Any]
     """The caller's own state, as passed to `take_snapshot`."""

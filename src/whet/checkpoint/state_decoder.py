@@ -96,7 +96,7 @@ class StateDecoder:
         return torch.device("cpu") if is_host else self._device
 
     def set_tensor(self, name: str, tensor: Tensor) -> None:
-        """Use this tensor for all references to a saved name."""
+        """Use this tensor for all references to a saved tensor name."""
         self._decoded[name] = tensor
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class StateDecoder:
         return self._decoded[name]
 
     def referenced(self, value: dict[str, Any]) -> Tensor:
-        """Return the tensor that an encoding refers to."""
+        """Return the model's tensor or the saved tensor that an encoding names."""
         name = value["of"]
         return self._decoded[name] if name in self._decoded else self.reference({"name": name})
 

@@ -31,7 +31,7 @@ _NICENESS = 10
 
 @dataclass(kw_only=True, slots=True)
 class PendingWrite:
-    """A write that is in progress or finished."""
+    """A checkpoint write that is in progress or finished, with its result."""
 
     step: int
     is_background: bool

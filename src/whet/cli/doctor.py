@@ -82,7 +82,7 @@ def doctor(
 
 
 def render_report(report: "DoctorReport") -> Iterator[str]:
-    """Yield all lines of a report."""
+    """Yield the lines of the doctor's report."""
     from whet.machine.render import machine_line, system_state_lines
 
     yield f"machine   {machine_line(report.machine)}"
@@ -130,7 +130,7 @@ def render_group(name: str, results: "Sequence[CheckResult]") -> str:
 
 
 def _conclusion(report: "DoctorReport") -> str:
-    """Return the last line of the report."""
+    """Return the last line of the report, with the number of problems."""
     if report.problems:
         return f"{len(report.problems)} of {len(report.checks)} checks found a problem"
     num_skipped = sum(result.verdict == "skipped" for result in report.checks)

@@ -127,7 +127,7 @@ def whet(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit with its code."""
+    """The console script `whet`: run the command in sys.argv and exit with its code."""
     _reserve_standard_streams()
     sys.exit(_flush_streams(run(sys.argv[1:] if arguments is None else arguments)))
 
@@ -140,7 +140,7 @@ def _reserve_standard_streams() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code."""
+    """Run the command given by `arguments` and return its exit code."""
     if sys.stdout is None:  # The caller closed stdout (whet train ... >&-). Continue without it.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     # --quiet and --debug are accepted anywhere on the command line, so typer never sees them.

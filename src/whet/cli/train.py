@@ -38,7 +38,7 @@ class _TrainOptions:
     nproc: int
 
     def command(self, settings: list[str], run: Path, *extra: str) -> list[str]:
-        """Return the command that resumes a run."""
+        """Return the `whet train` command that resumes a run."""
         return ["whet", "train", self.target, *settings, *self._common(), *extra, "--run", str(run)]
 
     def child_command(self, settings: list[str], run: Path | None) -> list[str]:

@@ -277,5 +277,5 @@ class CommonConfig(TrainingOptions):
 
     @classmethod
     def plan_keys(cls) -> tuple[str, ...]:
-        """Return the keys that are settings of the plan."""
+        """Return the option keys that are also settings of the plan."""
         return tuple(name for name in cls.model_fields if name in SETTING_NAMES)

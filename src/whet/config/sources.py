@@ -120,7 +120,7 @@ def _unique_key_loader() -> type["yaml.SafeLoader"]:
 
 
 def _nesting_depth(content: Any) -> int:
-    """Return how deeply mappings are nested."""
+    """Return the number of levels of nested mappings."""
     level, depth = [content], 0
     while level and depth <= _MAX_FILE_DEPTH + 1:
         # Do not recurse, because a file that is nested 100,000 levels deep would overflow the stack.

@@ -227,7 +227,7 @@ class Ragged:
 
     @classmethod
     def of(cls, samples: Sequence[Tensor], *, pad_value: float = 0) -> "Ragged":
-        """Return a column that contains these samples."""
+        """Return a column that concatenates these samples."""
         lengths = torch.tensor([0, *(len(sample) for sample in samples)])
         return cls(values=torch.cat(list(samples)), starts=lengths.cumsum(0), pad_value=pad_value)
 
@@ -243,7 +243,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Tensor:
-        """The length of every sample."""
+        """The length of every sample, (samples,)."""
         return self.starts.diff()
 
     def padded(self, rows: Tensor, *, length: int) -> Padded:

@@ -183,7 +183,7 @@ def loader_columns(loader: DataLoader[Any]) -> Columns | None:
 
 
 def describe_non_finite_data(loader: DataLoader[Any]) -> str | None:
-    """Return which in-memory tensors of a loader contain NaN or Inf, or None if all are finite.
+    """Describe which in-memory tensors of a loader contain NaN or Inf. Return None if all are finite.
 
     Non-finite values are only reported, because some losses mask missing values.
 

@@ -163,7 +163,7 @@ class DeviceMemory:
     """Whether the device uses host memory. A copy on the host then takes memory from training."""
 
     def usage(self) -> MemoryUsage:
-        """Return the current counters without waiting for the device."""
+        """Return the current memory counters, without waiting for the device."""
         return MemoryUsage()
 
     def free_bytes(self) -> int | None:

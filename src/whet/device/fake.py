@@ -59,7 +59,7 @@ class FakeDevice(AbstractDevice):
 
 @final
 class FakeMemory(DeviceMemory):
-    """Memory that is counted but not allocated."""
+    """Simulated device memory with a limit, which is counted but not allocated."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._held_bytes = self._peak_bytes = 0

@@ -25,7 +25,7 @@ UNAVAILABLE_REASONS = {"cuda": cuda_unavailable_reason, "mps": mps_unavailable_r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectedDevice:
-    """An opened device, and whether it replaces the requested one."""
+    """An opened device, and the reason if it replaces the requested one."""
 
     device: AbstractDevice
     fallback_reason: str | None = None

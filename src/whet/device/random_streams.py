@@ -48,7 +48,7 @@ class RandomStreams:
         self._note_states()
 
     def enter_step(self) -> None:
-        """Switch to the stream of steps."""
+        """Switch the global generators to the stream of steps."""
         self._is_in_step = True
         for name, generator in self._generators.items():
             has_drawn = generator.fingerprint() != self._marks[name]
@@ -169,11 +169,11 @@ class _AbstractGenerator(ABC):
 
     @abstractmethod
     def get(self) -> Any:
-        """Return the state."""
+        """Return the state of the generator."""
 
     @abstractmethod
     def set(self, state: Any) -> None:
-        """Restore a state."""
+        """Restore a state that `get` returned."""
 
     @abstractmethod
     def seeded(self, seed: int) -> Any:

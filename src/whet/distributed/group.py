@@ -113,7 +113,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Convert communication errors in this context to LostRankError."""
+        """Convert communication errors inside the `with` block to LostRankError."""
         try:
             yield
         except (RuntimeError, dist.DistBackendError) as error:

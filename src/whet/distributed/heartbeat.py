@@ -89,7 +89,7 @@ class StallDetector:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark this rank as waiting for other ranks in this context."""
+        """Mark this rank as waiting for other ranks inside the `with` block."""
         self.progress()
         activity, what, _ = self._activity
         self._activity = "waits", what, self._clock()

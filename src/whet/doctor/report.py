@@ -69,7 +69,7 @@ class DoctorReport(FrozenModel):
 
     @property
     def problems(self) -> tuple[CheckResult, ...]:
-        """The results that need attention."""
+        """The results of checks that found a problem."""
         return tuple(result for result in self.checks if result.is_problem)
 
 

@@ -87,7 +87,7 @@ class SilenceDetector:
         self._last_seen: dict[int, tuple[Any, float]] = {}
 
     def is_dead(self, number: int, attributes: dict[str, Any]) -> bool:
-        """Return whether the owner of a running trial has died."""
+        """Return whether the process that owns a running trial has died."""
         try:
             # Treat an owner that cannot be parsed as missing.
             owner = None if OWNER not in attributes else TrialOwner.from_json(attributes[OWNER], where="the trial")

@@ -256,7 +256,7 @@ def parse_memory_limit(text: str | None) -> int | None:
 
 
 def parse_memory_stat(text: str | None, key: str) -> int | None:
-    """Parse one value of memory.stat."""
+    """Parse the value of one key in memory.stat."""
     for line in complete_lines(text):
         name, _, value = line.partition(" ")
         if name == key:
@@ -273,7 +273,7 @@ def read_cgroup_v2(folder: Path) -> CgroupLimits:
 
 
 def tightest(one: CgroupLimits, other: CgroupLimits) -> CgroupLimits:
-    """Return the lower value of each limit."""
+    """Combine two sets of limits: return the lower value of each limit."""
     return CgroupLimits(
         min_known(one.processors, other.processors),
         min_known(one.memory_bytes, other.memory_bytes),

@@ -74,7 +74,9 @@ def read_system(
 
 
 def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:
-    """Add the accelerators that torch can use to the machine, and each missing device with the reason."""
+    """Return the machine with the accelerators that torch can use, and with the reason for each device that is
+    missing.
+    """
     accelerators = (*_mps_accelerators(system, torch), *_cuda_accelerators(system, torch))
     facts = DeviceFacts(
         os=system.machine.os,

@@ -36,14 +36,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constraint:
-    """The allowed values of a setting, as text and as a predicate."""
+    """The allowed values of a setting: a description and a predicate."""
 
     text: str
     holds: Callable[[Scalar], bool]
 
 
 def one_of(*values: Scalar) -> Constraint:
-    """Return the constraint that allows only these values."""
+    """Return a constraint that allows only these values."""
     return Constraint(text=" or ".join(map(str, values)), holds=lambda value: value in values)
 
 
@@ -97,7 +97,7 @@ class SettingValue(Generic[T]):
         return self._constraint or one_of(*get_args(self._type))
 
     def allows(self, value: Scalar) -> bool:
-        """Return whether a plan may hold this value."""
+        """Return whether this value is valid in a plan, including values that only rules choose."""
         is_nullable = get_origin(self._type) is not Literal and type(None) in get_args(self._type)
         return self.constraint.holds(value) or (value is None and is_nullable)
 

@@ -64,12 +64,12 @@ class AutoBatch(FrozenModel):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The choice and its reason as lines for the user."""
+        """Two lines of text: the chosen batch size and the scaled learning rates, with reasons."""
         return f"global batch {self.reason}", self.rate_reason
 
 
 class Workload(FrozenModel):
-    """A model, its data and its batch size, as counts and sizes."""
+    """The sizes of a model, its data and its batches, which a plan depends on."""
 
     recipe: str
     num_parameters: PositiveInt

@@ -200,7 +200,7 @@ class ProofRunner:
 
 
 def _variables(process: TrainingProcess) -> dict[int, dict[str, str]]:
-    """Return the digests of the user's variables, by step and name."""
+    """Return the digests of the user's variables that a process has reported, by step and name."""
     return {message["step"]: message["digests"] for message in process.messages("variables")}
 
 
@@ -278,7 +278,7 @@ class KillCounter:
         return after
 
     def finished(self, process: TrainingProcess) -> None:
-        """Count a process that ended without being killed."""
+        """Count a process that finished the run without being killed."""
         self.add(processes=1, resumed=int(process.resumed_from > 0))
 
 

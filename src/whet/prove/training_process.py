@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.002
 
 
 class ProcessOrder(FrozenModel):
-    """What a training process runs, and when it kills itself."""
+    """The instructions for a training process: what to run, and when to kill itself."""
 
     target: str
     """The training function as "module:function". It is called with the run folder, the arguments and `on_event`."""
@@ -110,7 +110,7 @@ def run_order(_channel: WorkerChannel, order: dict[str, Any]) -> int:
 
 
 def run_training(order: ProcessOrder) -> int:
-    """Train as specified by an order. Return the exit code."""
+    """Train as specified by a ProcessOrder. Return the exit code."""
     output = os.open(order.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     # Redirect the file descriptors instead of sys.stdout, so that output of C libraries is captured too.
@@ -218,7 +218,7 @@ def _is_library(name: str) -> bool:
 
 
 def _fork(channel: WorkerChannel, order: ProcessOrder) -> int:
-    """Fork a process that runs an order. Return its process id."""
+    """Fork a process that runs a ProcessOrder. Return its process id."""
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):

@@ -82,7 +82,7 @@ class Recipe:
     # Data, model, loss and metrics.
 
     def data(self, config: Any) -> Splits:
-        """Read the data."""
+        """Read the data and return its splits."""
         raise NotImplementedError
 
     def model(self, config: Any, data: Any) -> Any:
@@ -183,7 +183,7 @@ class Recipe:
         raise self._unsupported("play_match", "be played")
 
     def train_by_self_play(self, resolved: "ResolvedConfig[Any]", **options: Any) -> int:  # noqa: ARG002
-        """Train by self-play and return the exit code."""
+        """Train by self-play in generations, and return the exit code."""
         raise self._unsupported("train_by_self_play", "train by self-play")
 
     def selected_goal(self, config: Any) -> str | None:

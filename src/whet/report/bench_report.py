@@ -28,7 +28,7 @@ _PLAN_PARTS = (
 
 
 def render_bench(result: BenchResult) -> str:
-    """Return the benchmark as plain text."""
+    """Return the results of `whet bench` as plain text."""
     lines = [*_bench_head(result), f"plan      {_plan_line(result)}"]
     for sweep in result.sweeps:
         lines += [

@@ -86,7 +86,7 @@ class SavingCost(FrozenModel):
 
     @property
     def cost_seconds(self) -> float:
-        """Sum of the blocked and the extra seconds."""
+        """The training time that saving cost: blocked seconds plus slowed seconds."""
         return self.stall_seconds + self.slowed_seconds
 
 
@@ -293,7 +293,7 @@ def _result_fields(run: Run, history: History, *, status: RunStatus) -> dict[str
 
 
 def _speeds(drawn: tuple[Track, ...]) -> list[tuple[float, float]]:
-    """Return (training seconds, samples per second) of each point."""
+    """Return the points of the speed curve as pairs (training seconds, samples per second)."""
     steps = next((track for track in drawn if track.source == "step"), None)
     speed = steps.line("samples_per_second") if steps is not None else None
     if steps is None or speed is None:

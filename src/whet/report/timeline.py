@@ -221,7 +221,7 @@ def timeline(history: History, clock: TrainingClock) -> tuple[tuple[TimelineEntr
 
 
 def timeline_entry(event: Event, clock: TrainingClock) -> TimelineEntry:
-    """Convert an event to a timeline entry."""
+    """Return the timeline entry for an event, with its text and label."""
     return TimelineEntry(
         kind=event.kind,
         step=event.step,

@@ -29,7 +29,7 @@ class BenchInterval(FrozenModel):
 
 
 class BenchRow(FrozenModel):
-    """The result for one value of the setting that was varied."""
+    """The timing and memory for one value of a swept setting."""
 
     value: Scalar
     is_plan: bool = False

@@ -69,7 +69,7 @@ class EventTable:
         return self._columns.keys()
 
     def numbers(self, field: str) -> Floats:
-        """Return the five statistics of each row as columns."""
+        """Return the five statistics of a field, (rows, 5)."""
         stats = np.zeros((len(self._steps), STATS_PER_FIELD))
         if field in self._columns:
             rows, values = (np.array(column) for column in self._columns[field])
@@ -242,7 +242,10 @@ class _BucketedRows:
 
 
 def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
-    """Return a table by event, or by block if there are too many events. The table is cached with the history."""
+    """Return a table with one row per event, or one row per block if there are too many events.
+
+    The table is cached with the history.
+    """
     counted = _cached(history, "counted", lambda: [*history.valid_blocks()])
     blocks = [block for block in counted if kind in block.kinds]
     most = points * BLOCK_EVENTS if kind == "step" else _MAX_EVENTS_READ

@@ -104,7 +104,7 @@ class BlockBuilder:
         return self.count + self.damaged >= BLOCK_EVENTS
 
     def build(self, end: int) -> EventBlock:
-        """Return the block that ends at byte `end`."""
+        """Return the block of the collected events. It ends at byte `end` of the file."""
         counted = [
             (f"{kind}/{name}", stats)
             for kind, columns in self._columns.items()

@@ -19,7 +19,7 @@ Verdict = Literal["proved", "broken", "cannot be proved"]
 
 
 class KillCounts(StrictModel):
-    """Counts of the kills of one kind and of their effects."""
+    """Counts of the kills of one kind (random or at disk calls), and of their effects."""
 
     kills: int = 0
     processes: int = 0
@@ -68,7 +68,7 @@ class ProofDifference(StrictModel):
 
 
 class Proof(StrictModel):
-    """A verdict and its evidence."""
+    """The result of `whet prove`: a verdict and its evidence."""
 
     format_version: int = FORMAT_VERSION
     verdict: Verdict

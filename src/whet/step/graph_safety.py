@@ -207,7 +207,7 @@ class HostSnapshot:
         return "the forward pass creates buffers" if self._buffers.has_new_names() else None
 
     def restore(self) -> None:
-        """Restore buffers and generators."""
+        """Restore the buffers and generators to their state before the capture."""
         self._buffers.restore()
         torch.set_rng_state(self._torch_rng)
         set_host_rng(self._host_rng)

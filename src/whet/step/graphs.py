@@ -67,7 +67,7 @@ class _CapturedStep:
 
 @dataclass(slots=True)
 class _SeenShape:
-    """A shape that has not been captured yet."""
+    """Statistics of a shape that has only been run eagerly."""
 
     num_steps: int = 0
     """Number of eager steps with this shape."""

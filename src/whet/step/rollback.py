@@ -101,7 +101,7 @@ class StepRollback:
         self._torch_rng: tuple[Tensor, Tensor | None] | None = None
 
     def save(self) -> None:
-        """Save the state before a step begins."""
+        """Save the state that a step may change, before it begins."""
         # None marks an incomplete save. It is replaced last, after everything that may run out of memory.
         self._torch_rng = None
         if self._uses_host_rng:

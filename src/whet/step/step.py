@@ -192,7 +192,7 @@ class Stepper:
         return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks), scalars=scalars)
 
     def _update(self, step: int) -> None:
-        """Update the weights and their moving average."""
+        """Update the weights with the optimizer, then their moving average."""
         self.is_updating = True
         if self._scales_loss:
             self.scaler.step(self.optimizer)
@@ -263,7 +263,7 @@ class Stepper:
     # --- between steps -----------------------------------------------------------------------------------------------
 
     def use_precision(self, precision: str, *, loss_scaling: str) -> None:
-        """Change the precision. Call this only before the first step."""
+        """Change the precision of forward and backward. Call this only before the first step."""
         self._precision = precision
         self.scaler = _make_scaler(self.device, loss_scaling)
         self._scales_loss = self.scaler.is_enabled()

@@ -356,7 +356,7 @@ class Checkpointer:
         return load_newest(self._folder, self._run.model, self._run.group, run_id=self._info.run_id)
 
     def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
-        """Restore the whole run from a loaded checkpoint."""
+        """Restore model, optimizers, data position and progress from a loaded checkpoint."""
         step, snapshot, rejected = checkpoint
         verified = None if self._run.verification is None else self._run.verification.until
         restored = restore_run(snapshot, self._run, step=step, data=self._data_facts(), initial_state=self.initial)

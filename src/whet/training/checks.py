@@ -183,7 +183,7 @@ def check_one_optimizer(optimizer: Any) -> None:
 
 
 def manual_loss(_: Any) -> NoReturn:
-    """Stand in for the loss of manual steps, which only the custom loop can compute. Always raise UsageError."""
+    """Raise UsageError. A placeholder for the loss of manual steps, which only the user's loop can compute."""
     raise UsageError(
         "this command needs a loss function, but the run uses manual steps",
         got="session.manual",

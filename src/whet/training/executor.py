@@ -76,7 +76,7 @@ class Executor:
         self._oom_step: int | None = None
 
     def close(self) -> None:
-        """Undo all changes to the model except those made by training."""
+        """Undo the changes to the model that the plan required, such as layout and hooks."""
         self._exit_stack.close()
 
     # --- steps -------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class GapDetector:
         self._before |= self._fingerprints({self._loss_label(key): [(_name_of(loss), loss)]})
 
     def check(self) -> None:
-        """Report each change that checkpoints do not save, once."""
+        """Compare fingerprints, and report each change that checkpoints do not save once."""
         if not self._before:
             # Nothing has been trained yet.
             return

@@ -58,7 +58,7 @@ class Interception:
         self.is_ended = False
 
     def redirect(self, config: "RunConfig") -> "RunConfig":
-        """Return the config that replaces the config of a session."""
+        """Return the config that a session must use instead of its own."""
         segment = self._segment
         if segment is None or self._owner is not None:
             # Only the first session is part of the proof. Others, such as one nested in it, write nothing.

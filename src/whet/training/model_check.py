@@ -62,11 +62,11 @@ class ModelCheck:
 
     @property
     def shapes(self) -> list[Any]:
-        """The shapes for which the results are valid."""
+        """The input shapes for which the results of the checks are valid."""
         return [micro_batch_shapes(self._small), micro_batch_shapes(self._whole)]
 
     def run_checks(self, precision: str) -> ModelCheckResult:
-        """Run all checks in the given precision."""
+        """Check causality, parity with the CPU and repeatability in the given precision."""
         model, device, outputs = self._run.model, self._run.device, self._run.config.outputs
         messages, is_complete = [], True
         precision = device_parity.compute_precision(model, precision)

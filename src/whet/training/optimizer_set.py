@@ -128,7 +128,7 @@ def check_schedules(training: TrainingConfig, optimizers: OptimizerSet) -> None:
 
 
 class RatesByName(LearningRates):
-    """The learning rates of several optimizers."""
+    """The learning rate schedules of several optimizers, by name."""
 
     def __init__(self, rates: Mapping[str, LearningRates]) -> None:
         self._rates = dict(rates)

@@ -79,7 +79,7 @@ class State:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields that a checkpoint saves."""
+        """Return the progress as the dict that a checkpoint saves."""
         return {**{name: getattr(self, name) for name in self._SAVED}, "position": asdict(self.position)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BestStep:
-    """The best evaluation of the goal."""
+    """The step and the value of the best evaluation of the goal metric."""
 
     step: int
     """The optimizer step of the evaluation."""

@@ -52,7 +52,7 @@ class ResumeVerification(Callback):
         run.log.notify("resume", step=run.state.step, total_steps=run.state.total_steps, **fields)
 
     def after_step(self, state: State, outcome: "Outcome") -> Action:  # noqa: ARG002
-        """Request the save that triggers the comparison."""
+        """Request a save once the newest checkpoint's step is reached, which triggers the comparison."""
         return Action.SAVE if state.step == self.until and self._run.verification is self else Action.NONE
 
     def finish(self) -> None:

@@ -140,7 +140,7 @@ class RunContext:
         return next(iter(self.source.micro_batches(batch, micro_batch=size, length_mode=self.plan.lengths)))
 
     def use_plan(self, plan: Plan) -> None:
-        """Switch to a changed plan and write it to the run folder."""
+        """Replace the run's plan, and write the new plan to the run folder."""
         self.plan = plan
         self.guard.has_scaler = self.stepper.scaler.is_enabled()
         self.watch_for_stalls()
@@ -213,7 +213,7 @@ class RunContext:
             self.gaps.begin()
 
     def log_session(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Log the start or the resume of a session."""
+        """Log a `start` or `resume` event for the session."""
         goal: dict[str, Any] = {"goal": self.config.goal, "mode": self.config.mode}
         if len(self.steppers) > 1:
             goal["optimizers"] = list(self.steppers)

@@ -82,7 +82,7 @@ class SourceCode:
         return self.observe("loss", [loss, *(part for part in used if type(part).__qualname__ not in model)])
 
     def state_dict(self) -> dict[str, Hashes]:
-        """Return the hashes by role."""
+        """Return the hashes of the code, by role such as "model" or "loss"."""
         # Return a copy, because the checkpoint is written in the background.
         return {role: {n: list(digests) for n, digests in hashes.items()} for role, hashes in self._hashes.items()}
 
@@ -98,7 +98,7 @@ class SourceCode:
 
 
 def model_classes(model: nn.Module) -> list[type]:
-    """Return the classes of a model and its submodules."""
+    """Return the classes of a model and its submodules, each once."""
     return list(dict.fromkeys(type(module) for module in model.modules()))
 
 

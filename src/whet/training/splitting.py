@@ -23,7 +23,7 @@ _MAX_SHAPES = 1000
 
 
 class _BatchSizes(NamedTuple):
-    """The sizes into which a plan splits batches."""
+    """The batch sizes of a plan, cached for one plan object."""
 
     plan: Plan
     micro_batch: int
@@ -55,7 +55,7 @@ class BatchSplitting:
             yield micro
 
     def count_shapes(self, micro: MicroBatch) -> None:
-        """Record the shapes of a micro-batch."""
+        """Record the shapes of a micro-batch, to count distinct shapes."""
         if len(self.shapes) < _MAX_SHAPES:
             self.shapes.add(micro_batch_shapes(micro))
 

@@ -49,7 +49,7 @@ class KilledError(WhetError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingExit:
-    """The exit status of a training process."""
+    """The exit code of a training process, with the run folder and the step that it reported."""
 
     code: int
     """The exit code, or the negative signal number if a signal killed the process."""

@@ -93,7 +93,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def layer_kinds(model: nn.Module) -> tuple[str, ...]:
-    """Return the kinds of layers in a model."""
+    """Return the kinds of layers in a model that affect the plan."""
     return tuple(name for name, kinds in _LAYERS.items() if any(isinstance(m, kinds) for m in model.modules()))
 
 

@@ -43,7 +43,7 @@ class ListenAddress:
 
     @property
     def host(self) -> str:
-        """Host name and port for links."""
+        """The host name and port to use in links."""
         address = _own_addresses()[0] if ipaddress.ip_address(self.address).is_unspecified else self.address
         return f"{_url_host(address)}:{self.port}"
 

@@ -55,7 +55,7 @@ def _best_of_few(device: AbstractDevice, call: Callable[[], object]) -> float:
 
 
 def _spread(seconds: list[float]) -> float:
-    """Return half the interquartile range, divided by the median."""
+    """Return half of the interquartile range relative to the median."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / 2 / middle
 

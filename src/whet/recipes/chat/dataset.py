@@ -89,7 +89,7 @@ def pack_in_order(lengths: Array, *, row_length: int) -> Array:
 
 
 class Document(NamedTuple):
-    """A conversation, or a segment of one, ready to be written."""
+    """A tokenized conversation, or a segment of one, ready to be written."""
 
     tokens: bytes
     """The token ids, in the dtype of `token_type`."""
@@ -215,7 +215,7 @@ class ChatSplit:
         return self._read(int(self.rows[index]), int(self.rows[index + 1]))
 
     def repack(self, row_length: int) -> "ChatSplit":
-        """Return the same documents in rows of another length."""
+        """Return the same documents packed into rows of a different length."""
         if row_length == self.row_length:
             return self
         if row_length < self.facts.longest:

@@ -212,7 +212,7 @@ _TRM_HINT = "the JSON file that it was prepared from"
 
 
 def is_trm_folder(path: Path) -> bool:
-    """Return whether a folder has the files of the fork."""
+    """Return whether a folder has the files that the chat fork of TinyRecursiveModels writes."""
     return all(
         (path / name).is_file() for name in ("train/dataset.json", f"train/{TRM_ROWS}", "tokenizer/tokenizer.json")
     )

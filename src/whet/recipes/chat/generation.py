@@ -128,7 +128,7 @@ def mask_tokens(logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """One row of a batch: a prompt, and how to continue it."""
+    """One row of a batch: a prompt and the sampling parameters for its continuation."""
 
     prompt: Sequence[int]
     max_new_tokens: int

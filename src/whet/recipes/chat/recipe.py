@@ -90,7 +90,7 @@ class ChatRecipe(Recipe):
         return error if data_folders(config) else explain_data_change(error, _EMBEDDED, versions)
 
     def load_generator(self, metadata: dict[str, Any]) -> "Responder":
-        """Create a responder whose model has no trained weights yet."""
+        """Create a responder from a run's metadata. The caller then loads the weights into its model."""
         from whet.recipes.chat.responder import restore_responder
 
         return restore_responder(metadata)

@@ -174,7 +174,7 @@ class SelfPlay:
 
     @property
     def config(self) -> HexConfig:
-        """Options of the run."""
+        """The options of the self-play run."""
         return self.resolved.config
 
     def run(self) -> int:

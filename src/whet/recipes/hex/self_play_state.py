@@ -68,7 +68,7 @@ def read_state(folder: Path) -> SelfPlayState:
 
 
 def write_state(folder: Path, state: SelfPlayState) -> None:
-    """Write the state atomically."""
+    """Write the state file of a self-play run atomically."""
     durable.write_file(folder / STATE, data=strict_json.encode(state.as_json()).encode())
 
 

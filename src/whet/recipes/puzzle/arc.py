@@ -49,7 +49,7 @@ def _hash(cells: list[list[int]]) -> str:
 
 
 class ArcVotes:
-    """The predictions of an evaluation, by task and test input."""
+    """Collects the predictions of an evaluation as votes, by task and test input."""
 
     def __init__(self, tasks: ArcTasks) -> None:
         self._tasks = tasks

@@ -46,7 +46,7 @@ class TokenLayout:
 
 
 def token_layout(tokens: Padded | Packed) -> TokenLayout:
-    """Compute the layout of a batch."""
+    """Compute the positions and spans of the tokens of a padded or packed batch."""
     device = tokens.values.device
     starts: Tensor | None
     if isinstance(tokens, Padded):

@@ -355,7 +355,7 @@ def describe_data(
     classes: Sequence[str],
     vocab_size: int,
 ) -> Workload:
-    """Add the facts that are known once the data has been read."""
+    """Return the workload with the sizes that are known once the data has been read."""
     known = {
         **_num_parameters(config, num_classes=len(classes), vocab_size=vocab_size),
         "num_samples": num_samples,

@@ -28,7 +28,7 @@ class Examples:
         return len(self.texts)
 
     def at(self, rows: Sequence[int]) -> "Examples":
-        """Select rows, in the given order."""
+        """Return the examples in these rows, in the given order."""
         return Examples(
             texts=tuple(self.texts[row] for row in rows),
             labels=tuple(self.labels[row] for row in rows),
@@ -37,7 +37,7 @@ class Examples:
         )
 
     def joined(self, other: "Examples") -> "Examples":
-        """Concatenate with the rows of another set."""
+        """Return the examples of this set followed by those of another set."""
         return Examples(
             texts=self.texts + other.texts,
             labels=self.labels + other.labels,

@@ -135,7 +135,7 @@ _EXPORT_PREFIXES = ("steps.", "evaluations.", "health.", "events.out.tfevents.")
 
 
 class ExportResult(FrozenModel):
-    """The folder and the files that were written."""
+    """The folder and the files that an export has written."""
 
     folder: Path
     files: dict[str, int]

@@ -185,7 +185,7 @@ class Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name that MLflow accepts."""
+    """Replace the characters of a metric name that MLflow does not accept."""
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)[:_MAX_NAME].strip("/. ") or "_"
 
 

@@ -154,7 +154,7 @@ class _Retry:
 
 
 def _ignore(text: str) -> None:
-    """Discard a message."""
+    """Do nothing. This is the default for `notify`."""
 
 
 def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Event]]:

@@ -49,7 +49,7 @@ def classify_heat(system_state: SystemState, slowdown: Slowdown | None) -> Heat:
 
 
 def describe_heat(heat: Heat, system_state: SystemState, slowdown: Slowdown | None) -> str:
-    """Describe the observation and its likely cause."""
+    """Describe the thermal state or the slowdown, and its likely cause."""
     if heat == "cool":
         return "no longer slowed down"
     observed: list[str] = []
@@ -159,7 +159,7 @@ T = TypeVar("T")
 
 
 class _Debounced(Generic[T]):
-    """A value that changes at most once every DEBOUNCE_SECONDS."""
+    """A value that can change at most once every DEBOUNCE_SECONDS."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -240,7 +240,7 @@ class ThermalPolicy(Callback):
     # --- readings ----------------------------------------------------------------------------------------------------
 
     def take(self, system_state: SystemState) -> None:
-        """Store a reading. Thread-safe."""
+        """Store the latest sensor reading. Thread-safe."""
         self.system_state = system_state
         self._has_new_readings = True
 

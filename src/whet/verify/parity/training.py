@@ -42,7 +42,7 @@ _MAX_DEFAULT_SAMPLES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """A new copy of the model on a device, and a batch."""
+    """A fresh copy of the model on a device, with its batch."""
 
     trainable: Trainable
     micro: MicroBatch
@@ -180,7 +180,7 @@ Verdict = Literal["agrees", "differs", "cannot judge"]
 
 
 class ParityRow(FrozenModel):
-    """One compared quantity, such as the loss or all gradients."""
+    """The comparison of one quantity, such as the loss or all gradients, with its error and bound."""
 
     what: str
     error: RelativeError
@@ -219,7 +219,7 @@ class TrainingTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingParity:
-    """All compared quantities, and the reference."""
+    """The comparisons of all quantities, and the reference that was used."""
 
     rows: tuple[ParityRow, ...]
     reference: str

@@ -155,7 +155,7 @@ class OperatorCall:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a torch function that has not run yet."""
+    """A call of a torch function, before it runs."""
 
     function: Any
     args: tuple[Any, ...]
@@ -166,7 +166,7 @@ class Detector:
     """Base class of detectors, which inspect every call of a trace and report problems."""
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:  # noqa: ARG002
-        """Return the problems of an operator call after it has run."""
+        """Return the problems of an operator call, after the operator has run."""
         return ()
 
     def function(self, call: FunctionCall) -> Iterable[Detection]:  # noqa: ARG002
@@ -179,7 +179,7 @@ _LogKey = tuple[Detection, SourceLine | None, bool, TracePhase]
 
 @dataclass
 class DetectionLog:
-    """Detections and their lines, counted per step."""
+    """Collects detections with their source lines, counted per step."""
 
     step: int = 0
     counts: dict[_LogKey, dict[int, int]] = field(default_factory=dict)

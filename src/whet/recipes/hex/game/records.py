@@ -117,7 +117,7 @@ class RejectedGames:
         return sum(self.counts.values())
 
     def lines(self) -> list[str]:
-        """Return one line per reason."""
+        """Return one line per reason for rejection, with examples."""
         return [
             f"rejected  {count:,} {REASONS[kind]}: {', '.join(self.examples[kind])}"
             f"{', ...' if count > _MAX_EXAMPLES else ''}"

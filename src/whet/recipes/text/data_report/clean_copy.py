@@ -136,7 +136,7 @@ class _CleanCopyWriter:
         yield from iter(lambda: changes.read(1024**2), b"")
 
     def _copy(self, number: int, first_row: int, changes: IO[bytes]) -> Iterator[bytes]:
-        """Yield the lines of the copy of a source."""
+        """Yield the lines of the cleaned copy of a source file."""
         source, row = self._sources[number], first_row
         fields, names = read_header(source) if source.format in ("CSV", "TSV") else ([], [])
         if fields:

@@ -69,7 +69,7 @@ _UNLABELED = "unlabeled"
 
 
 class LabelDecisions(NamedTuple):
-    """What `--fix` does with defective labels."""
+    """The actions of `--fix` for defective labels."""
 
     corrections: dict[str, str]
     """Maps misspelled labels to the correct ones."""
