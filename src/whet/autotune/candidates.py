@@ -77,7 +77,7 @@ def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
     # The fastest attention kernel depends on the number of distinct shapes.
     if candidate.setting == "lengths":
         kept.pop("attention", None)
-    # The norm kernels support only some precisions and layouts.
+    # The norm kernels support only some precisions and layouts, so decide them again.
     if candidate.setting in ("precision", "layout"):
         kept.pop("norms", None)
     # Values measured on one device do not apply to another.

@@ -29,7 +29,7 @@ _WARM_SECONDS = 0.25
 # vary most. A visit that may end after the deadline is skipped.
 _MARGIN, _FIRST_MARGIN = 1.25, 1.6
 _FEW_VISITS = 3
-# The sequential test can claim a gain after eight pairs.
+# Take at least eight pairs, after which the sequential test can claim a gain.
 _TARGET_PAIRS = 8
 
 TimingOutcome = Literal["faster", "no gain", "unclear", "cut off"]

@@ -201,7 +201,7 @@ class ProcessPreparedStep:
 
     def step(self, index: int) -> float:
         """Run one step in the child and return its duration in seconds. Raise ProbeFailedError on failure."""
-        # The process was restarted after the preparation.
+        # The process was restarted after the preparation, so prepare the settings again.
         if self._process_number != self._bench.num_restarts:
             self.prepare(max(_STEP_SECONDS, 3 * self.preparation_seconds))
         timeout = max(_STEP_SECONDS, 10 * self._slowest)
@@ -221,7 +221,7 @@ class ProcessPreparedStep:
 
     def close(self) -> None:
         if self._process_number == self._bench.num_restarts:
-            # If closing crashes the process, everything is released as well.
+            # If closing crashes the process, its resources are released as well.
             with contextlib.suppress(ProbeFailedError):
                 self._bench.request(_STEP_SECONDS, do="close", number=self._number)
 

@@ -56,7 +56,7 @@ def describe_exit_code(code: int) -> str:
 def kill_with_parent() -> None:
     """Let Linux kill this process as soon as its parent ends. Other systems cannot."""
     if sys.platform == "linux":
-        # PR_SET_PDEATHSIG of prctl(2).
+        # The value of PR_SET_PDEATHSIG in prctl(2).
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 

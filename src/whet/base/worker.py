@@ -144,7 +144,7 @@ class JsonWorker:
             with contextlib.suppress(queue.Empty):
                 message = self._messages.get(timeout=left)
                 if message is None:
-                    # Later calls raise the same error.
+                    # Mark the channel as closed, so that later calls raise the same error.
                     self._messages.put(None)
                     raise WorkerExitError
                 return message

@@ -355,7 +355,7 @@ def _copy_content(target: Any, value: Any) -> None:
         target.write(value.getvalue())
         target.seek(value.tell())
     else:
-        # A NumPy array or a bytearray.
+        # The value is a NumPy array or a bytearray, whose content is copied as a whole.
         target[... if isinstance(value, np.ndarray) else slice(None)] = value
 
 

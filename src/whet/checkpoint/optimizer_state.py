@@ -23,7 +23,7 @@ _GONE = "@gone"
 
 def state_name(prefix: str, parameter: str, key: object) -> str:
     """Return the name under which a tensor in the state of a parameter is saved."""
-    # The key follows the last slash.
+    # Readers split this name at the last slash, so the key comes last.
     return f"{prefix}{parameter}/{str(key).replace('%', '%25').replace('/', '%2F')}"
 
 

@@ -117,7 +117,7 @@ class ValueEncoder:
         try:
             encoded = self._encode_changeable(value, path, depth)
         except NotEncodableError:
-            # Forget the objects of an incomplete state.
+            # Encoding has failed, so forget the objects of the incomplete state.
             while len(self._objects) > num_known:
                 self._objects.popitem()
             raise
@@ -299,7 +299,7 @@ class StateEncoder(ValueEncoder):
         try:
             return super().encode(value, path, depth)
         except NotEncodableError:
-            # Forget the tensors of an incomplete state.
+            # Encoding has failed, so forget the tensors of the incomplete state.
             self._paths.difference_update(kept.path for kept in self._kept[mark:])
             del self._kept[mark:]
             raise

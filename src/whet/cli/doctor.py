@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from whet.doctor.report import DoctorReport
 
 _ORDER: "tuple[Verdict, ...]" = ("good", "differs", "failed", "not applicable", "skipped")
-# Problems beyond this number are only counted.
+# Maximum number of problems to print. Further problems are only counted.
 _MAX_LINES = 25
-# The load per core above which speeds are unreliable.
+# The load per core above which measured speeds are unreliable.
 _BUSY_LOAD = 0.5
 
 

@@ -76,7 +76,7 @@ def train_seeds(
         if folder.exists():
             write_seeds(folder, results)
         if code or seed not in results.done:
-            # After a usage error, the same command would only fail again.
+            # Stop after a usage error, because the runs with other seeds would fail in the same way.
             if path.exists() and code != UsageError.exit_code:
                 done = f"{len(results.done)} of {len(seeds)} seeds are done"
                 output.note(f"{done}; to resume all:\n  {shlex.join(command(folder))}")

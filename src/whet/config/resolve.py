@@ -164,7 +164,7 @@ def _group_model(annotation: Any) -> type[BaseModel] | None:
 def _apply_aliases(values: Mapping[str, Any], group_aliases: Mapping[str, str]) -> dict[str, Any]:
     """Replace keys of other tools, and torch's dtype names for precisions, with whet's names."""
     aliases = {**ALIASES, **group_aliases}
-    # A key together with its alias is ambiguous.
+    # If both a key and its alias are given, the value is ambiguous.
     for alias, key in aliases.items():
         if alias in values and key in values:
             raise UsageError("a key is given twice", got=f"{alias} and {key}", try_=f"only {key}")

@@ -128,7 +128,7 @@ class RepeatingOrder(SampleOrder):
         if self._replacement:
             mixed = _scramble(places.astype(np.uint64) + np.uint64(mix_seed(self._seed, epoch)))
             return (mixed % np.uint64(self._size)).astype(np.int64)
-        # Shuffled passes over the complete data, one after another.
+        # The order consists of shuffled passes over the complete data, one after another.
         passes = places // self._size
         return np.concatenate(
             [self._pass(epoch, int(number))[places[passes == number] % self._size] for number in np.unique(passes)]

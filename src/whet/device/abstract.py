@@ -81,7 +81,7 @@ class AbstractDevice(ABC):
         """Return the seconds between two marks. Waits until the device has reached both."""
         return float(end - start)
 
-    # --- computation of models ---------------------------------------------------------------------------------------
+    # --- model execution ---------------------------------------------------------------------------------------------
 
     def use_precision(self, precision: str) -> None:
         """Enable TF32 for float32 matrix products and convolutions in this process if `precision` is "tf32".

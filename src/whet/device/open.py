@@ -79,7 +79,7 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
     return {"mps": MpsDevice, "cpu": CpuDevice, "fake": FakeDevice}[kind]()
 
 
-# --- this machine ----------------------------------------------------------------------------------------------------
+# --- facts about this machine ----------------------------------------------------------------------------------------
 
 
 def current_machine() -> tuple[Machine, SystemState]:

@@ -244,7 +244,7 @@ class _NumpyGenerator(_AbstractGenerator):
             words = (ctypes.c_uint32 * 625).from_address(address)
             if not state["has_gauss"] and [*words] == [*state["state"]["key"].tolist(), state["state"]["pos"]]:
                 part = ctypes.c_char * _PART_BYTES
-                # The position is the last word.
+                # The last word is the position in the state.
                 self._parts = part.from_address(address), part.from_address(address + 4 * 625 - _PART_BYTES)
                 self._unused = self._read()
 

@@ -31,7 +31,7 @@ def preserve_rng(device: AbstractDevice) -> Iterator[None]:
         set_host_rng(host_states)
 
 
-# --- in memory -------------------------------------------------------------------------------------------------------
+# --- saving and restoring in memory ----------------------------------------------------------------------------------
 # Restoring these states allocates no memory, so it works after an out-of-memory error.
 
 

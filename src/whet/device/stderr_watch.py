@@ -142,7 +142,7 @@ def relay(texts: list[bytes]) -> None:
         for number, text in enumerate(texts):
             if text in window:
                 _answer(b"%d" % number)
-        # Keep the end of the window, because it may be the start of a text.
+        # Keep the end of the window, because a text to detect may begin there and continue in the next chunk.
         window = window[len(window) - longest + 1 :] if len(window) >= longest else window
         _answer(PASSED * num_marks)
     _write_through(held)

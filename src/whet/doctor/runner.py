@@ -176,7 +176,7 @@ def _result(group: CheckGroup, check: CheckListing, finding: CheckFinding, *, se
     )
 
 
-# --- In the child ----------------------------------------------------------------------------------------------------
+# --- in the child process --------------------------------------------------------------------------------------------
 
 
 def run_checks(channel: WorkerChannel, arguments: dict[str, Any]) -> int:

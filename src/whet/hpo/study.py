@@ -190,7 +190,7 @@ class SearchStudy:
         created = self._storage.create_new_trial(self._id, template_trial=template)
         number = self._storage.get_trial_number_from_id(created)
         if sum(counts(trial) for trial in self.trials() if trial.number < number) >= max_trials:
-            # Other workers created the last trials at the same time.
+            # Other workers have created the last trials in the meantime, so this one does not count.
             self._drop(number, "there are enough already")
             return None
         return self._claimed(number, run=None)

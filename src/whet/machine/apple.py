@@ -25,7 +25,7 @@ from whet.machine.facts import (
 )
 from whet.machine.programs import ProgramRunner, clean_name, complete_lines, positive_number, run_program, whole_number
 
-# xnu, memorystatus_notify.md
+# Names of the levels in xnu's memorystatus_notify.md.
 _PRESSURE_LEVELS: dict[int | None, PressureLevel] = {1: "normal", 2: "warn", 4: "critical"}
 _THERMAL_LEVELS: tuple[ThermalLevel, ...] = ("nominal", "moderate", "heavy", "trapping", "sleeping")
 # macOS does not report fans, so they are derived from the model name.

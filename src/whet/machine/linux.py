@@ -12,7 +12,7 @@ import psutil
 from whet.machine.facts import CpuFacts, Machine, OperatingSystem, SystemState
 from whet.machine.programs import clean_name, complete_lines, positive_number, whole_number
 
-# Tests pass another root.
+# The root of /proc and /sys. Tests pass a different one.
 ROOT = Path("/")
 NVIDIA_VENDOR = "0x10de"
 # Flags in /proc/cpuinfo for native bf16: two on x86, two on Arm.

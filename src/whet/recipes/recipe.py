@@ -79,7 +79,7 @@ class Recipe:
     single_process_reason: str | None = None
     """The reason why this recipe cannot be trained on several processes; None if it can."""
 
-    # Data, model, loss and metrics.
+    # The methods that define training: data, model, loss and metrics.
 
     def data(self, config: Any) -> Splits:
         """Read the data and return its splits."""
@@ -128,7 +128,7 @@ class Recipe:
         """Return the plain JSON needed to use the model later, such as class names or a vocabulary."""
         return {}
 
-    # Facts for plans and resumed runs.
+    # The methods that provide facts for plans and resumed runs.
 
     def describe(self, config: Any, data: Any = None) -> Workload:
         """Describe the workload for a plan. Without `data`, sizes that depend on the data may be unknown or assumed.
@@ -156,7 +156,7 @@ class Recipe:
         """
         return error
 
-    # Optional commands.
+    # The methods that enable optional commands.
 
     def predict(self, config: Any, metadata: dict[str, Any]) -> tuple[Any, Any]:  # noqa: ARG002
         """Return (model, predict function) for `whet predict`. The caller then loads the weights into the model."""

@@ -126,7 +126,7 @@ class RunReport(RunStatus):
     created: float
     """Creation time in unix seconds, like all times in the report."""
 
-    # Progress and results
+    # The progress and the results of the run.
     epoch: float | None
     """Epoch of the newest step, counted from 0, or None before the first step."""
     samples: int | None
@@ -147,7 +147,7 @@ class RunReport(RunStatus):
     epochs: tuple[EpochSummary, ...] = ()
     tracks: tuple[Track, ...] = ()
 
-    # Time
+    # Where the time went.
     wall_seconds: float
     """Seconds from the first event to the last."""
     training_seconds: float
@@ -163,14 +163,14 @@ class RunReport(RunStatus):
     """Number of entries omitted from the middle of the timeline."""
     incidents: tuple[Incident, ...] = ()
 
-    # Plan
+    # The plan and its measurements.
     settings: tuple[ReportSetting, ...] = ()
     warnings: tuple[str, ...] = ()
     evidence: tuple[SettingEvidence, ...] = ()
     planned_vs_actual: tuple[PlannedVsActual, ...] = ()
     advice: tuple[Advice, ...] = ()
 
-    # Trust
+    # How far the results can be trusted: proof, exactness, damage and the reason of the end.
     machine: str
     provenance: Provenance
     checkpoints: tuple[SavedCheckpoint, ...] = ()

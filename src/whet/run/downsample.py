@@ -31,7 +31,7 @@ class EventTable:
     def __init__(self) -> None:
         # Arrays take 8 bytes per number, a list of Python floats about 32.
         self._steps, self._times = array("q"), array("d")
-        # By field: the rows that contain it, and their values.
+        # For each field, the indices of the rows that contain it, and their values.
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, event: Event) -> None:
@@ -195,7 +195,7 @@ class _BucketedRows:
         order = np.argsort(table.steps, kind="stable")
         steps, times, last = table.steps[order], table.times[order], table.last_step
         first = int(steps[0])
-        width = max(1, -(-(last - first + 1) // points))  # Steps per point, rounded up.
+        width = max(1, -(-(last - first + 1) // points))  # The number of steps per point, rounded up.
         if is_growing:
             # Use powers of two, counted from step 0, so that points keep their positions until the width doubles.
             width = 1 << (width - 1).bit_length()

@@ -55,7 +55,7 @@ _OWN_FILES = frozenset(
 )
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "psutil", "tokenizers", "transformers", "optuna")
-# The usual limit of a filesystem.
+# The usual limit of a filesystem for the length of a name.
 _MAX_NAME_BYTES = 255
 
 

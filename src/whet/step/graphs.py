@@ -266,7 +266,7 @@ class GraphedStepper(Stepper):
             self._ema_share = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
         self._ema_share.fill_(self.ema.share(step))
 
-    # --- capture ------------------------------------------------------------------------------------------------------
+    # --- capturing ----------------------------------------------------------------------------------------------------
 
     def _valid_capture(self, key: Hashable) -> _CapturedStep | None:
         """Return the captured step for a key, or None. If addresses have changed, discard all captures."""

@@ -116,7 +116,7 @@ def _cell_contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        # The name is not bound yet.
+        # The variable is not bound yet, so its cell is empty.
         return None
 
 
@@ -190,7 +190,7 @@ def _as_pair(data: Any, loss: Any) -> tuple[Any, Any]:
     )
 
 
-# --- what a loss returns ---------------------------------------------------------------------------------------------
+# --- return values of a loss -----------------------------------------------------------------------------------------
 
 
 def parse_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:

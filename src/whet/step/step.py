@@ -100,7 +100,7 @@ class Stepper:
         self._clip = clip
         self._follow_groups()
         self._other_parameters = tuple(other_parameters)
-        # Both are determined after the first backward pass.
+        # The first backward pass determines both.
         self._has_gradients = self._can_clip_foreach = False
         self._has_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
         """Whether gradients may be sparse, as with nn.Embedding(sparse=True)."""
@@ -183,7 +183,7 @@ class Stepper:
         if self._scales_loss:
             self.scaler.unscale_(self.optimizer)
         if weight_sum is not None:
-            # The total weight of all micro-batches is known only now.
+            # The total weight of all micro-batches is not known earlier.
             correction = loss_sum.new_full((), num_samples) / clamp_weight(weight_sum)
             self._scale_gradients(correction)
             loss_sum = loss_sum * correction

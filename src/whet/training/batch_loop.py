@@ -151,7 +151,7 @@ class BatchLoop:
             run.log.event(kind, step=self.state.step, **fields)
         run.device.monitor.check()
 
-    # --- the steps of a batch ----------------------------------------------------------------------------------------
+    # --- steps of a batch --------------------------------------------------------------------------------------------
 
     def step(self, loss: BatchLoss, batch: GlobalBatch, *, optimizer: str | None, every: int) -> None:
         """Run one optimizer step. `optimizer` selects one of several by name; it steps on every `every`-th batch."""

@@ -270,7 +270,7 @@ class Checkpointer:
             with durable.disk_errors("write", self._folder):
                 raise OSError(errno.ENOSPC, "not enough disk space")
 
-    # --- the end of a write ------------------------------------------------------------------------------------------
+    # --- completed writes --------------------------------------------------------------------------------------------
 
     def collect(self, *, wait: bool, is_last: bool = False) -> None:
         """Log the current write if it has ended. With `wait`, wait until it has."""

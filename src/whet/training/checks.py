@@ -31,7 +31,7 @@ _RESERVED_METRICS = {"kind", "time", "step", "weights"}
 _ONE_STEP_HINT = "for batch in session: session.step(loss, batch)"
 
 
-# --- arguments of the user --------------------------------------------------------------------------------------------
+# --- user arguments ---------------------------------------------------------------------------------------------------
 
 
 def check_model_and_optimizer(model: Any, optimizers: OptimizerSet) -> None:
@@ -143,7 +143,7 @@ def parse_allow(allow: object) -> tuple[str, ...]:
     return names
 
 
-# --- session usage ---------------------------------------------------------------------------------------------------
+# --- use of a session ------------------------------------------------------------------------------------------------
 
 
 def optimizer_name(optimizers: OptimizerSet, name: str | None, every: int) -> str:
@@ -303,7 +303,7 @@ def check_micro_batch(plan: Plan, training: TrainingConfig) -> None:
     )
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
+# --- training on several ranks ----------------------------------------------------------------------------------------
 
 
 def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, ranks: RankInfo) -> None:

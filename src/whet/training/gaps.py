@@ -158,7 +158,7 @@ class GapDetector:
         yield from (one for one in schedules if isinstance(one, LRScheduler))
         data = run.config.data
         if hasattr(data, "state_dict") or isinstance(data, DataLoader):
-            # The sampler and the collate function are separate roots.
+            # Do not yield the sampler and the collate function too, because they are separate roots.
             yield data
 
     def _roots(self) -> Iterator[tuple[str, list[tuple[str, Any]]]]:

@@ -240,7 +240,7 @@ class RunContext:
         if self.group.is_rank_zero:
             newest = (e for e in History(self.folder).backwards(kinds=("eval",)) if e.step == self.state.step)
             is_logged = any(name.startswith(prefix) for event in newest for name in event.fields)
-        # Rank 0 decides: the other ranks may see its writes slightly later.
+        # Use the answer of rank 0, because other ranks may see its writes slightly later.
         return bool(self.group.broadcast(is_logged))
 
     def last_metrics(self) -> dict[str, float]:

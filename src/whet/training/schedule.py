@@ -203,7 +203,7 @@ def _compared_values(optimizer: Optimizer, rates: list[float]) -> list[dict[str,
 
 
 def _as_number(value: Any) -> Any:
-    # The plan determines whether a number is on the device.
+    # Compare tensors as numbers, because the plan determines whether a value is on the device.
     return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 

@@ -170,7 +170,7 @@ class Session:
         self._losses: dict[int, BatchLoss] = {}
         self._end_reason: str | None = None
 
-    # --- entering and leaving ----------------------------------------------------------------------------------------
+    # --- __enter__ and __exit__ --------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         """Set up the run. Invalid input raises before a new run folder is created."""

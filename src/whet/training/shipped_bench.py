@@ -163,7 +163,7 @@ def _shippable(training: TrainingConfig, plan: Plan) -> TrainingConfig:
     return training.model_copy(update=changes)
 
 
-# --- the message ------------------------------------------------------------------------------------------------------
+# --- serialization ----------------------------------------------------------------------------------------------------
 
 
 def pack(shipped: ShippedTraining, *, max_bytes: int | None = None) -> list[bytes]:

@@ -100,7 +100,7 @@ def fallbacks(result: ModelCheckResult, steppers: Sequence[Stepper], plan: Plan)
 
 
 def _make_weights_contiguous(steppers: Sequence[Stepper]) -> AbstractContextManager[object]:
-    # Nothing has to be undone: the values of the weights are unchanged.
+    # This fallback is not undone, because it leaves the values of the weights unchanged.
     for stepper in steppers:
         make_contiguous(stepper.model, stepper.optimizer)
     return nullcontext()

@@ -134,7 +134,7 @@ class LocalStepBench:
         for device in self._floors:
             open_device(str(device)).device.memory.empty_cache()
 
-    # --- the interface of a search -----------------------------------------------------------------------------------
+    # --- interface for a search --------------------------------------------------------------------------------------
 
     def clock(self) -> float:
         return time.perf_counter()
@@ -205,7 +205,7 @@ class LocalStepBench:
             prepared.capture(seconds=seconds - prepared.preparation_seconds)
         return prepared
 
-    # --- for a bench in another process ------------------------------------------------------------------------------
+    # --- interface for a bench in another process --------------------------------------------------------------------
 
     def first_loss(self) -> float:
         """Return the loss of the first micro-batch under the plan from rules, without compiling or updating.
@@ -240,7 +240,7 @@ class LocalStepBench:
             before = time.perf_counter()
         return source.record(batches), 0.0 if source.is_in_memory else median(seconds)
 
-    # --- for prepared steps ------------------------------------------------------------------------------------------
+    # --- interface for prepared steps --------------------------------------------------------------------------------
 
     def batch(self, index: int) -> GlobalBatch:
         return self._batches[index % len(self._batches)]

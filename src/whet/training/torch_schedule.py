@@ -128,7 +128,8 @@ class TorchLearningRates(LearningRates):
 
     def _position(self) -> tuple[Any, ...]:
         """Return the rates and the counters of the scheduler, which only whet may change."""
-        # Do not read a tensor rate, which would wait for the device. The counters change in every step anyway.
+        # Do not read a tensor rate, which would wait for the device. The counters of the scheduler change in every step
+        # anyway.
         rates = [None if isinstance(rate := group["lr"], Tensor) else rate for group in self._optimizer.param_groups]
         return rates, [getattr(part, "last_epoch", None) for part in _parts(self._scheduler)]
 

@@ -116,7 +116,7 @@ class StateWalk:
                 # An instance of a subclass may also have attributes.
                 parts += self._object_parts(value, name)
         except ReferenceError:
-            # The object behind this weak proxy no longer exists.
+            # This is a weak proxy, and the object behind it no longer exists.
             return
         except Exception:
             # For example a container that reads a closed file, or an attribute that raises.

@@ -139,7 +139,7 @@ def token_column(
     return Ragged.of([torch.tensor(row) for row in ids], pad_value=PAD_ID)
 
 
-# --- baseline ---------------------------------------------------------------------------------------------------------
+# --- trivial baselines ------------------------------------------------------------------------------------------------
 
 
 def baseline_metrics(corpus: Corpus) -> dict[str, dict[str, float]]:

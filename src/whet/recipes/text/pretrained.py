@@ -84,7 +84,7 @@ class Pretrained(nn.Module):
         position = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         # Shift each row to the right, so that its padding is on the left.
         if self._pools_last:
-            # Negative positions are the padding on the left.
+            # Positions below zero belong to the padding on the left.
             position = position + (lengths[:, None] - ids.shape[1])
             ids = ids.gather(1, position.clamp(min=0))
         is_real = (position >= 0) & (position < lengths[:, None])

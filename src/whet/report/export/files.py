@@ -128,7 +128,7 @@ def _in_float32_range(value: float) -> float:
 FileWriter = Callable[[History], Iterator[tuple[str, Iterable[bytes]]]]
 
 FORMATS: dict[str, FileWriter] = {"csv": csv_files, "tensorboard": tensorboard_files}
-# Formats of models, which `whet.api.export` writes.
+# Formats of models. `whet.api.export` writes them.
 MODEL_FORMATS = ("safetensors", "transformers", "onnx")
 # Prefixes of exported files. A folder with any other file is never replaced.
 _EXPORT_PREFIXES = ("steps.", "evaluations.", "health.", "events.out.tfevents.")

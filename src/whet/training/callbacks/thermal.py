@@ -237,7 +237,7 @@ class ThermalPolicy(Callback):
         self._has_new_readings = False
         return self._act(state.step)
 
-    # --- readings ----------------------------------------------------------------------------------------------------
+    # --- sensor readings ---------------------------------------------------------------------------------------------
 
     def take(self, system_state: SystemState) -> None:
         """Store the latest sensor reading. Thread-safe."""
@@ -252,7 +252,7 @@ class ThermalPolicy(Callback):
         if (self._slowdowns.verdict is not None) != was_slow:
             self._has_new_readings = True
 
-    # --- actions -----------------------------------------------------------------------------------------------------
+    # --- reactions ---------------------------------------------------------------------------------------------------
 
     def _act(self, step: int) -> Action:
         now, system_state, slowdown = self._clock(), self.system_state, self._slowdowns.verdict

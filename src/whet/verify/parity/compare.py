@@ -94,7 +94,7 @@ def _record_steps(replicas: ReplicaFactory, device: AbstractDevice) -> list[dict
         return steps
 
 
-# --- the whole comparison ---------------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 class ParityResult(FrozenModel):

@@ -121,7 +121,7 @@ class ReplicaFactory:
         difference = max(relative_errors(passes[1], passes[0]).values())
         if difference <= MIN_BOUNDS["loss"]:
             return None
-        # The number of draws may also depend on whatever is not repeated.
+        # The number of draws may also depend on the part that is not repeated.
         self.draws = None
         return (
             f"two passes on the CPU differ by {difference:.1e}, from the same weights, samples and draws: "

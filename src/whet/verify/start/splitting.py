@@ -124,7 +124,7 @@ def _is_uneven(weight: Tensor | None) -> bool:
     return weight is not None and bool((weight != weight.flatten()[0]).any())
 
 
-# --- choice of samples -----------------------------------------------------------------------------------------------
+# --- choosing samples ------------------------------------------------------------------------------------------------
 
 
 def _choose_rows(batch: GlobalBatch, micro_batches: MicroBatches, pad_token: int | None) -> tuple[np.ndarray, int]:
@@ -292,7 +292,7 @@ def _perturbed_weights(model: nn.Module) -> Iterator[None]:
                 parameter.copy_(values)
 
 
-# --- values that do not occur ----------------------------------------------------------------------------------------
+# --- values that do not occur in the batch ---------------------------------------------------------------------------
 
 
 def _compare_planted(
