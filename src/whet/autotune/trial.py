@@ -237,7 +237,7 @@ def _precision_objection(
     if agreement.agrees:
         return None
     worst = max(agreement.loss_error, agreement.gradient_error)
-    return "disagrees", f" computes something else: off by {worst:.2g}, bound {agreement.bound:.2g}"
+    return "disagrees", f" computes different results: error {worst:.2g}, bound {agreement.bound:.2g}"
 
 
 def _is_likely(timing: PairedTiming) -> bool:

@@ -164,7 +164,7 @@ def encode_attributes(
                 continue
             now.setdefault(owner_name, {})[name] = encoded
             if size > left:
-                gaps.append(f"the attribute {path} is not saved: {size:,} bytes in tensors that are no buffers")
+                gaps.append(f"the attribute {path} is not saved: {size:,} bytes in tensors that are not buffers")
             left -= size if size <= left else 0
     before: Encoded = {}
     for owner_name, _ in attribute_owners(model, optimizers):

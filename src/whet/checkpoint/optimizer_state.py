@@ -173,7 +173,7 @@ class OptimizerRestorer:
         for saved, group in zip(facts["groups"], groups, strict=True):
             order = self._in_saved_order(saved["parameters"], group["params"])
             if order is None:
-                gone = " that are no parameters of this model" if _GONE in saved["parameters"] else ""
+                gone = " that are not parameters of this model" if _GONE in saved["parameters"] else ""
                 got = f"{len(saved['parameters'])} parameters{gone}"
                 raise WhetError(
                     "the checkpoint's parameter groups differ",

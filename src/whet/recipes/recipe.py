@@ -274,7 +274,7 @@ def _run_folder_error(word: str) -> UsageError:
     if header.script is not None:
         script = short_script(header.script)
         file, _, function = script.partition(":")
-        hint = script if function else f"{file}:main, after the training is in a function: def main(): ..."
+        hint = script if function else f"{file}:main, after moving the training code into a function: def main(): ..."
     else:
         hint = header.recipe if header.command else "the file of its code: FILE.py:main"
     return UsageError("a run folder is not a recipe, and it holds no code", got=word, try_=f"{hint} instead of {word}")

@@ -180,7 +180,7 @@ def _large_scores(target: DeviceUnderTest) -> tuple[Any, Any]:
 # --- Copies, views and strides ----------------------------------------------------------------------------------------
 
 
-@_hazard(189563, "a copy to the CPU in another type leaves its source alone", tolerance=1e-3, is_quick=True)
+@_hazard(189563, "a copy to the CPU in another dtype does not change its source", tolerance=1e-3, is_quick=True)
 def _converting_copy(target: DeviceUnderTest) -> tuple[Any, Any]:
     whole = draw(4_100)
     source = target.put(whole)

@@ -288,7 +288,7 @@ class ThermalPolicy(Callback):
 
     def _policy_note(self) -> str:
         if self._policy == "slow_down":
-            return "; rests a share of the time"
+            return "; rests part of the time between steps"
         return "; saved, and paused until it is cool" if self._policy == "pause" else ""
 
     def _log_heat(self, step: int, reason: str, **fields: Any) -> None:
