@@ -76,7 +76,7 @@ def this_process() -> TrialOwner:
     return TrialOwner(host=platform.node(), pid=os.getpid(), started=_start_time(os.getpid()))
 
 
-class SilenceDetector:
+class DeadOwnerDetector:
     """Detects running trials whose owner has died.
 
     An owner on this machine is looked up in the process table. An owner on another machine is considered dead if its
@@ -156,7 +156,7 @@ class SearchStudy:
         self._distributions = dict(distributions)
         self._sampler = sampler
         self._pruner = pruner
-        self._silence = SilenceDetector()
+        self._dead_owners = DeadOwnerDetector()
         direction: Literal["maximize", "minimize"] = "maximize" if is_higher_better else "minimize"
         self.study = optuna.create_study(
             storage=storage,
@@ -208,7 +208,7 @@ class SearchStudy:
 
         num_recovered = 0
         for trial in self.trials():
-            is_dead = trial.state == TrialState.RUNNING and self._silence.is_dead(trial.number, trial.user_attrs)
+            is_dead = trial.state == TrialState.RUNNING and self._dead_owners.is_dead(trial.number, trial.user_attrs)
             if is_dead and self.give_up(trial.number, OWNER_DIED):
                 num_recovered += 1
         trials = self.trials()
