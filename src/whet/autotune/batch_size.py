@@ -41,7 +41,7 @@ _VISIT_SHARE = 0.1
 _EXTRA_ROUNDS = 2
 # Minimum gain of a larger size over the fastest one so far. Below it, throughput counts as flat.
 _MIN_GAIN = 1.05
-# Stop after this many flat sizes in a row. A single one may be noise.
+# Stop after this many sizes in a row without a gain. A single one may be due to noise.
 _MAX_FLAT = 2
 # Sizes below this fraction of the best throughput cannot win and are not measured again.
 _NEAR_BEST = 0.8

@@ -112,10 +112,10 @@ def rule_out(context: SearchContext, best: PreparedSettings, candidate: PlanCand
 
 
 def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandidate) -> str | None:
-    """Return why the CPU cannot win, or None if it might.
+    """Return the reason why the CPU cannot be faster than the best settings, or None if it might be.
 
-    The CPU cannot win if its arithmetic alone takes longer than a step of the best settings. A slow step on the CPU can
-    use more of the budget than all other trials, so this check comes before a trial.
+    It cannot if its arithmetic alone takes longer than a step of the best settings. A slow step on the CPU can use more
+    of the budget than all other trials, so this check comes before a trial.
     """
     cores = plan.machine.cpu.logical_cores
     if candidate.setting != "device" or device_kind(plan) != "cpu" or cores is None:

@@ -114,5 +114,5 @@ def prepend_to_path(folder: Path) -> None:
 
 
 def c_locale_environment() -> dict[str, str]:
-    """Return an environment in which programs print English text and decimal points that can be parsed."""
+    """Return environment variables with the C locale, so that the output of programs can be parsed."""
     return child_environment(LC_ALL="C", LANG="C", LANGUAGE="C")

@@ -1,4 +1,4 @@
-"""Format bytes, seconds, counts, speeds and lists for people, and replace characters that cannot be shown."""
+"""Format bytes, seconds, counts, speeds and lists as text, and replace unprintable characters."""
 
 import math
 from collections.abc import Sequence

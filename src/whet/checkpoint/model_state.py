@@ -201,7 +201,7 @@ def _fit_buffer(model: nn.Module, name: str, wanted: Any, *, is_persistent: bool
 
 
 def expanded_copy(target: Tensor, values: Tensor) -> Tensor:
-    """Return values for a tensor whose elements share memory: a copy, expanded like `target` if the values allow it."""
+    """Return a copy of the values on the device of `target`, expanded like `target` if the values allow it."""
     kept = values
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and stride == 0:

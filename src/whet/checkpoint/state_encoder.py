@@ -214,7 +214,10 @@ class ValueEncoder:
         return {**facts, **self._sharing(value, path)}
 
     def _sharing(self, value: np.ndarray, path: str) -> dict[str, str]:  # noqa: ARG002
-        """Return the path of the array whose memory this one shares. Fingerprints omit it."""
+        """Return the path of an earlier array that shares the memory of this one, as an entry of its encoding.
+
+        Fingerprints omit it.
+        """
         return {}
 
     def _encode_generator(self, value: Any, path: str, depth: int) -> Any:
@@ -271,9 +274,9 @@ def _has_id(encoded: list[Any]) -> bool:
 
 
 def _are_plain(values: Collection[Any]) -> bool:
-    """Return whether all values are unchanged in JSON.
+    """Return whether JSON represents all values unchanged.
 
-    This is much faster than encoding each, for example in a vocabulary.
+    This check is much faster than encoding each value, for example in a vocabulary.
     """
     kinds = {*map(type, values)}
     return kinds <= {type(None), bool, int, str, float} and (float not in kinds or all(map(_is_plain_number, values)))

@@ -66,7 +66,7 @@ class FakeMemory(DeviceMemory):
         self._limit_bytes = limit_bytes
 
     def hold(self, num_bytes: int) -> None:
-        """Count an allocation. Above the limit, raise the same error as MPS."""
+        """Count the bytes of an allocation. Above the limit, raise the out-of-memory error of MPS."""
         if self._held_bytes + num_bytes > self._limit_bytes:
             raise RuntimeError(
                 f"MPS backend out of memory (MPS allocated: {self._held_bytes / GB:.2f} GiB, "

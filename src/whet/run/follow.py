@@ -119,7 +119,7 @@ class LiveHistory(History):
         self._save_fingerprint()
 
     def _grow(self, layout: LogLayout, *, num_kept: int) -> None:
-        """Set the layout like `_set_layout`, for the case that no earlier event has become void."""
+        """Update the layout after new events, none of which makes earlier events void."""
         self.damaged += sum(block.damaged for block in layout.blocks[num_kept:])
         self.damaged -= sum(block.damaged for block in self.layout.blocks[num_kept:])
         self.layout = layout

@@ -58,7 +58,7 @@ class Ema:
 
     @torch.no_grad()
     def update_by(self, share: float | Tensor) -> None:
-        """Update the average with the given weight of the new values.
+        """Update the average: new values have the weight `share`, and the old average has the rest.
 
         A captured step passes a tensor, whose value can change between replays; the result is bitwise the same as for a
         number.

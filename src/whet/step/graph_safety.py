@@ -136,7 +136,7 @@ class CapturedGroups:
 def loss_key(loss: Callable[..., Any]) -> Hashable:
     """Return a key for a loss, made from its code and the scalars and objects it refers to.
 
-    A user's loop may create a new closure over a changing number in each step. Nested objects are not inspected.
+    A user's loop may create a new closure over a changing value in each step. Nested objects are not inspected.
     """
     return tuple([_as_key(value) for value in loss_dependencies(loss)])
 

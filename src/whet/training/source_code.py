@@ -87,7 +87,7 @@ class SourceCode:
         return {role: {n: list(digests) for n, digests in hashes.items()} for role, hashes in self._hashes.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Iterable[str]]]) -> None:
-        """Add the hashes of a checkpoint. After a rollback, the hashes of this process are kept."""
+        """Load the hashes of a checkpoint, in addition to those of this process."""
         if not self._known:
             self._saved = {str(role): {str(n): [*d] for n, d in hashes.items()} for role, hashes in state.items()}
             self._restored = {role: {*hashes} for role, hashes in self._saved.items()}

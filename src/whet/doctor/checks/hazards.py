@@ -51,7 +51,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def _both(target: DeviceUnderTest, compute: Any, *inputs: Tensor) -> tuple[Any, Any]:
-    """Return outputs and gradients on the device and on the CPU."""
+    """Run a function on the device and on the CPU. Return the outputs and gradients of both."""
     on_device = forward_and_backward(compute, inputs, target.torch_device)
     return on_device, forward_and_backward(compute, inputs, _CPU)
 

@@ -35,7 +35,7 @@ def choose_checkpoint_steps(context: RuleContext) -> Decision:
     Why: a number of steps does not bound the time that a crash can cost, so the interval is in minutes by default.
     When wrong: when checkpoints must be at fixed steps, for example to compare runs.
     Override: checkpoint_steps=N.
-    Sources: as C1.
+    Sources: see rule C1.
     """
     return Decision(value=None, reason="time decides", evidence={"num_steps": context.workload.num_steps})
 
@@ -47,7 +47,7 @@ def choose_checkpoint_epochs(context: RuleContext) -> Decision:
     Why: an epoch may take a second or a day, so the interval is in minutes by default.
     When wrong: when the state at the end of each epoch is needed.
     Override: checkpoint_epochs=N.
-    Sources: as C1.
+    Sources: see rule C1.
     """
     return Decision(value=None, reason="time decides", evidence={"num_samples": context.workload.num_samples})
 
