@@ -25,8 +25,8 @@ from whet.plan.setting import Scalar, TuneTrial, Verdict
 
 # Passes over all settings for each retry threshold. A pass without a winner ends the loop early.
 _PASSES = 3
-# A change that lost is tried again with new best settings if its last speedup was at least this: in the first passes,
-# and in the late passes, when nothing better is left to try.
+# Minimum last speedup for trying a rejected change again with new best settings: in the first passes, and in the late
+# passes, when no better candidates are left.
 _RETRY_ABOVE, _LATE_RETRY_ABOVE = 0.85, 0.6
 # A change is combined with another one only if its own speedup was at least this.
 _COMBINE_ABOVE = 0.5

@@ -1,4 +1,4 @@
-"""The device interface. The base classes provide defaults, which each device overrides as needed.
+"""The device interface. The base classes provide defaults, which the classes of the devices override.
 
 To add a device, subclass `AbstractDevice` in a new file and add the class to `open.py`.
 """

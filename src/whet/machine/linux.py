@@ -88,7 +88,9 @@ class CpuInfo(NamedTuple):
 
 
 def parse_cpuinfo(text: str | None) -> CpuInfo:
-    """Parse /proc/cpuinfo: the first name, the flags that all processors share, and the core of each processor."""
+    """Parse /proc/cpuinfo: the name of the first processor, the flags that all processors share, and the core of
+    each.
+    """
     blocks = _cpu_blocks(text)
     names = [block["model name"] for block in blocks if "model name" in block]
     flags = [set(block.get("flags", block.get("Features", "")).split()) for block in blocks]

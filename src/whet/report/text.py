@@ -59,7 +59,7 @@ def render_text(report: RunReport, *, width: int = 100, unicode: bool = True) ->
     if report.resume:
         # Do not wrap the command, so that it can be copied.
         text += "\n\nresume it with\n  " + _clean(report.resume)
-    # Replace all other characters, because names in a run folder may contain any.
+    # If the output has no Unicode, replace all non-ASCII characters, because names in a run folder may contain any.
     return text if unicode else text.encode("ascii", "replace").decode()
 
 

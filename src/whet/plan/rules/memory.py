@@ -149,13 +149,13 @@ def choose_eval_batch(context: RuleContext) -> Decision:
 def choose_lengths(context: RuleContext) -> Decision:
     """How samples of different lengths are batched.
 
-    Why: the samples of a global batch may be sorted by length before they are split, which reduces padding and does
-    not change the samples of the step. On MPS, each new shape adds a compiled graph that is never freed (9 MB grew to
-    13.7 GB in one epoch of 315 shapes). So lengths are rounded up to one of four values. The number of rows has at most three
-    values, so a column has at most twelve shapes in a whole run. The event of each epoch counts them. A model that
-    accepts packed samples computes no padding: on a CPU it took 15.5 s instead of 26.7 s for the same texts. On CUDA,
-    torch has an attention kernel for packed samples in half precision (from torch 2.10 and compute capability 8.0 on).
-    If steps are captured or compiled, packed batches are filled up to one of about a dozen total lengths
+    Why: the samples of a global batch may be sorted by length before they are split, which reduces padding and does not
+    change the samples of the step. On MPS, each new shape adds a compiled graph that is never freed (9 MB grew to 13.7
+    GB in one epoch of 315 shapes). So lengths are rounded up to one of four values. The number of rows has at most
+    three values, so a column has at most twelve shapes in a whole run. The event of each epoch counts them. A model
+    that accepts packed samples computes no padding: on a CPU it took 15.5 s instead of 26.7 s for the same texts. On
+    CUDA, torch has an attention kernel for packed samples in half precision (from torch 2.10 and compute capability 8.0
+    on). If steps are captured or compiled, packed batches are filled up to one of about a dozen total lengths
     (packed_bucketed) with dummy texts that are ignored, which are 2 to 6 % more tokens. Hugging Face Transformers
     models take padded batches. On a CPU, their blocks compute only the real tokens (unpadded), if loss and gradients of
     the first batch agree with those of the padded computation. Batches that are padded on the left, or have less than a
