@@ -180,7 +180,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
 
 @contextlib.contextmanager
 def _missing_data_errors() -> Iterator[None]:
-    """Convert the errors of a recipe that does not find its data in a run."""
+    """Convert errors of a recipe's methods to WhetError if the run lacks the data that they read."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -115,7 +115,7 @@ class StateDecoder:
         return self._decoded[name]
 
     def referenced(self, value: dict[str, Any]) -> Tensor:
-        """Return the model's tensor or the saved tensor that an encoding names."""
+        """Return the tensor that an encoding refers to by name: one of the model, or a saved one."""
         name = value["of"]
         return self._decoded[name] if name in self._decoded else self.reference({"name": name})
 

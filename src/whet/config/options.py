@@ -193,7 +193,7 @@ class CommonConfig(TrainingOptions):
         "warmup_steps": "auto",
         "clip": 1.0,
     }
-    # Recipes clip by default, so "if unset" would be wrong.
+    # Unlike SessionOptions, a recipe clips by default, so the description differs: null disables clipping.
     descriptions: ClassVar[Mapping[str, str]] = {"clip": "maximum gradient norm; null: not clipped"}
     group_aliases: ClassVar[dict[str, str]] = {}
     """Short forms of keys in groups. {"arch": "arch.kind"} accepts arch=gpt for arch.kind=gpt."""

@@ -15,7 +15,8 @@ OPTIMIZER_BYTES = {
     "adam_atan2": ADAM_STATE_BYTES,
     # The momentum buffer.
     "sgd": 4,
-    # One row and one column per matrix, far less than a byte per parameter, but 4 bytes for convolutions and vectors.
+    # Adafactor keeps one row and one column for each matrix, which is far less than a byte per parameter. Convolutions
+    # and vectors take 4 bytes per parameter.
     "adafactor": 1,
 }
 """Bytes of state per trainable parameter, by the name of the optimizers that whet builds."""

@@ -255,7 +255,7 @@ def _check_weight(weight: Any) -> None:
 
 
 def loss_scalars(returned: Any) -> dict[str, Tensor]:
-    """Return the other scalars of a dict with "loss", which are logged. Complex numbers are left out."""
+    """Return the scalars to log: all entries of a dict besides "loss". Complex numbers are left out."""
     if not isinstance(returned, Mapping) or hasattr(returned, "to_tuple"):
         return {}
     return {

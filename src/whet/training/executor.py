@@ -129,7 +129,7 @@ class Executor:
         return guard.first_non_finite is None
 
     def expect_changes(self) -> None:
-        """Reset the rollback snapshot after other code than a step may have changed the model."""
+        """Reset the rollback snapshot, because code outside of a step may have changed the model."""
         self._rollback = StepRollback(self._run.stepper.model, self._run.device)
 
     def _run_step(

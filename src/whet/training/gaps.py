@@ -126,7 +126,7 @@ class GapDetector:
         run = self._run
         known = {id(part): part for part in (run, run.config, *run.model.modules())}
         known |= {id(tensor): tensor for tensor in (*run.model.parameters(), *run.model.buffers())}
-        # Include these objects only, not those they refer to: an optimizer hook can lead anywhere.
+        # Include these objects only, not those they refer to: from an optimizer hook, any object may be reachable.
         known |= {id(saved): saved for saved in self._saved_objects()}
         known |= reachable(run.registered.objects.values())
         named = (*run.model.named_modules(), *run.model.named_parameters(), *run.model.named_buffers())

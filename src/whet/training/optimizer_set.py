@@ -49,7 +49,7 @@ def as_module(model: Any) -> Any:
 
 
 def _in_mode(container: nn.Module) -> nn.Module:
-    # A new container is in training mode, regardless of its parts. It must not hide that they are in eval mode.
+    # A new container is in training mode even if its parts are in eval mode, so set its mode from its parts.
     container.training = all(part.training for part in container.children())
     return container
 

@@ -96,7 +96,9 @@ class Scores:
 
     @property
     def confusion(self) -> Array:
-        """One row per true class and one column per predicted class; None for multi-label data or too many classes."""
+        """The confusion matrix, with one row per true class and one column per predicted class; None for multi-label
+        data or too many classes.
+        """
         return self._sums.get("confusion")
 
     def add(self, probabilities: Array, truth: Array) -> Array:

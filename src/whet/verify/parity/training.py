@@ -26,7 +26,7 @@ from whet.verify.trainable import Trainable, TrainableSpec
 
 # Minimum bounds. Errors up to these count as agreement, even if the CPU is more accurate.
 MIN_BOUNDS = {"loss": 1e-4, "gradients": 1e-4, "draws": 1e-4, "buffers": 1e-4, "update": 1e-4, "trajectory": 1e-2}
-# Bounds if the reference is float32, so that the error of the CPU is unknown.
+# Bounds if the reference is float32, in which case the error of the CPU is unknown.
 BOUNDS_WITHOUT_FLOAT64 = {
     "loss": 1e-4, "gradients": 1e-3, "draws": 1e-4, "buffers": 1e-4, "update": 1e-2, "trajectory": 5e-2
 }  # fmt: skip

@@ -16,7 +16,8 @@ from whet.base.origin import _WHET_FOLDER, code_origin
 
 # File, line number and function. The source code itself is read only when a finding is created.
 SourceLine = tuple[str, int, str]
-# Functions of whet that call user code, by file. None means all functions. Callers of these belong to the command.
+# Functions of whet that call user code, by file. None means all functions. The callers of these functions belong to the
+# implementation of the command.
 _CALLERS = {
     str(_WHET_FOLDER / "step/step.py"): None,
     str(_WHET_FOLDER / "verify/trainable.py"): None,

@@ -371,7 +371,9 @@ def _token_fields(micro: MicroBatch) -> list[str]:
 
 
 def _label_fields(micro: MicroBatch) -> list[str]:
-    """Return the integer fields that may contain token labels. If no name indicates this, the first is the input."""
+    """Return the integer fields that may contain token labels. If no field name indicates labels, return all integer
+    fields except the first, which is probably the input.
+    """
     names = [name for name in _token_fields(micro) if name.rpartition(".")[2] != "input_ids"]
     named = [name for name in names if _is_named_label(name)]
     return named or names[1:] or ([] if len(micro.fields) == 1 or not names else names[-1:])
