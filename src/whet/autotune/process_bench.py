@@ -175,8 +175,9 @@ class ProcessStepBench:
 
 
 class ProcessPreparedStep:
-    """Settings that the child process has prepared. After a restart of the process, the next step prepares them
-    again.
+    """Settings that the child process has prepared.
+
+    After a restart of the process, the next step prepares them again.
     """
 
     preparation_seconds = 0.0

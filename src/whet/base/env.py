@@ -81,8 +81,7 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Set PYTHONSAFEPATH inside the `with` block, so that child interpreters do not add the current folder to
-    `sys.path`.
+    """Set PYTHONSAFEPATH inside the `with` block, to keep the current folder off `sys.path` of child interpreters.
 
     Use this for child processes that cannot be started with `python -P`.
     """

@@ -145,9 +145,7 @@ def encode_attributes(
     *,
     max_bytes: int,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the encoded attributes, the initial values of changed attributes, and a message for each attribute that is
-    not saved.
-    """
+    """Return the encoded attributes, initial values of changed ones, and a message for each that is not saved."""
     now: Encoded = {}
     gaps: list[str] = []
     left = max_bytes

@@ -185,8 +185,7 @@ class OptimizerRestorer:
                 group["params"] = order
 
     def _in_saved_order(self, names: Sequence[str], now: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the parameters of a group in their saved order, or None if the group does not consist of these
-        parameters.
+        """Return the parameters of a group in their saved order, or None if the group has different ones.
 
         weight_norm replaces a parameter during a run. The group keeps the old parameter unless the user adds the new
         ones to it, in which case the restored model has the new ones too.

@@ -226,8 +226,9 @@ def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
 
 
 def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
-    """Return the part of a saved tensor that this rank's shard of `target` needs. Raise WhetError if those rows were
-    not read.
+    """Return the part of a saved tensor that this rank's shard of `target` needs.
+
+    Raise WhetError if those rows were not read.
     """
     read, needed = snapshot.rows.get(name), local_rows(target)
     if read != needed:

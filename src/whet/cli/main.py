@@ -192,9 +192,7 @@ def _run(args: list[str], *, debug: bool) -> int:
 
 
 def _reader_gone() -> int:
-    """Redirect stdout to /dev/null after its reader has closed it (whet plan | head), so that the flush at exit does
-    not fail.
-    """
+    """Redirect stdout to /dev/null after its reader has closed it (whet plan | head), so that no later flush fails."""
     _discard(sys.stdout)
     return 0
 

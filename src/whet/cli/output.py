@@ -29,8 +29,9 @@ _RANK_ZERO_GRACE_SECONDS = 4.0
 
 @contextmanager
 def configured(*, quiet: bool, debug: bool) -> Iterator[None]:
-    """Set the global flags (quiet, debug) for one command. Restore them on exit, because a process may run several
-    commands.
+    """Set the global flags (quiet, debug) for one command.
+
+    Restore them on exit, because a process may run several commands.
     """
     module = globals()
     before = {name: module[name] for name in ("quiet", "debug", "rank")}

@@ -19,8 +19,9 @@ _TORCH_BYTES = 200_000_000
 
 
 def validate(target: str, settings: Sequence[str], nproc: int, *, config: Path | None, device: str) -> None:
-    """Raise UsageError for options that several processes do not support. Call this before processes are started and
-    torch is imported.
+    """Raise UsageError for options that several processes do not support.
+
+    Call this before processes are started and torch is imported.
     """
     from whet.cli.multi_run import parse_seeds
     from whet.config.resolve import resolve_config

@@ -26,8 +26,9 @@ class RandomStreams:
     """The generator states of both streams: steps, and the code between them."""
 
     def __init__(self, device: AbstractDevice, *, between_seed: int) -> None:
-        """Start the stream of steps with the current generator states. `between_seed` seeds the stream of the code
-        between steps.
+        """Start the stream of steps with the current generator states.
+
+        `between_seed` seeds the stream of the code between steps.
         """
         self._device = device
         self._between_seed = between_seed

@@ -124,8 +124,9 @@ def _flush() -> None:
 
 
 def relay(texts: list[bytes]) -> None:
-    """Copy stdin to stderr until every writer has closed the pipe. Report each text found by its index, and each MARK
-    as PASSED.
+    """Copy stdin to stderr until every writer has closed the pipe.
+
+    Report each text found by its index, and each MARK as PASSED.
 
     Marks are not copied.
     """

@@ -108,8 +108,9 @@ class StallDetector:
         self._activity = activity, what, self._clock()
 
     def status(self) -> str:
-        """Return the status that is sent to other ranks: "free" (no limit is exceeded), "waits" (in a collective), or
-        "late".
+        """Return the status that is sent to other ranks.
+
+        It is "free" (no limit is exceeded), "waits" (in a collective), or "late".
 
         "late" is followed by "inside" if the main thread seems to wait in a collective, otherwise by "alone", and then
         by the activity and the source line.

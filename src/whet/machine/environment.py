@@ -13,8 +13,9 @@ _COMPILE_DISABLED = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", DISABLE_COM
 
 
 def read_environment(*, is_deterministic: bool | None = None) -> EnvironmentFacts:
-    """Return the settings that environment variables fix. `is_deterministic` is torch's flag, or None if torch is not
-    loaded.
+    """Return the settings that environment variables fix.
+
+    `is_deterministic` is torch's flag, or None if torch is not loaded.
     """
     threads = next(((name, number) for name in _THREADS if (number := _count(env.read(name)))), (None, None))
     fallback = env.read(MPS_FALLBACK)

@@ -88,9 +88,7 @@ class CpuInfo(NamedTuple):
 
 
 def parse_cpuinfo(text: str | None) -> CpuInfo:
-    """Parse /proc/cpuinfo: the name of the first processor, the flags that all processors share, and the core of
-    each.
-    """
+    """Parse /proc/cpuinfo: the first processor's name, the flags that all processors share, and the core of each."""
     blocks = _cpu_blocks(text)
     names = [block["model name"] for block in blocks if "model name" in block]
     flags = [set(block.get("flags", block.get("Features", "")).split()) for block in blocks]

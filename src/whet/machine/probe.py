@@ -74,9 +74,7 @@ def read_system(
 
 
 def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:
-    """Return the machine with the accelerators that torch can use, and with the reason for each device that is
-    missing.
-    """
+    """Return the machine with the accelerators that torch can use, and a reason for each missing device."""
     accelerators = (*_mps_accelerators(system, torch), *_cuda_accelerators(system, torch))
     facts = DeviceFacts(
         os=system.machine.os,

@@ -277,8 +277,9 @@ def read_events(
 
 
 def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Convert a record with NaN or with number types of other libraries to Python types. Return it and its JSON
-    line.
+    """Convert a record with NaN or with number types of other libraries to Python types.
+
+    Return it and its JSON line.
     """
     try:
         record = strict_json.to_plain(record)

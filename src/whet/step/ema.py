@@ -25,15 +25,17 @@ class Ema:
         self.average = {name: tensor.detach().clone() for name, tensor in self._live().items()}
 
     def _live(self) -> dict[str, Tensor]:
-        """Return the tensors of the model that are averaged. They are looked up each time, because a forward pass may
-        replace a buffer.
+        """Return the tensors of the model that are averaged.
+
+        They are looked up each time, because a forward pass may replace a buffer.
         """
         named = ((n, t) for n, t in named_tensors(self._model) if not n.startswith(self._excluded))
         return {name: tensor for name, tensor in named if _has_average(tensor)}
 
     def follow_model(self) -> dict[str, Tensor]:
-        """Update the set of averages to the current tensors of the model: add new and resized ones, rename, and drop
-        removed ones.
+        """Update the set of averages to the current tensors of the model, and return these tensors.
+
+        New and resized tensors are added, renamed ones keep their average, and those that no longer exist are dropped.
         """
         live = self._live()
         before = self.average

@@ -125,9 +125,7 @@ class Stepper:
             return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
 
     def _follow_groups(self) -> None:
-        """Update the list of parameters from the optimizer: a resume or the user (weight_norm) may have replaced
-        them.
-        """
+        """Read the optimizer's parameters again: a resume or the user (weight_norm) may have replaced them."""
         self._lists = [group["params"] for group in self.optimizer.param_groups]
         # Use the order of the model, as loops that clip model.parameters() do: it affects how the sum of the norm is
         # rounded.

@@ -351,8 +351,9 @@ def check_ranks_agree(
     source: AbstractSource,
     training: TrainingConfig,
 ) -> None:
-    """Raise UsageError on all ranks if the model, data or options differ on one of them: the loss would not reveal the
-    difference.
+    """Raise UsageError on all ranks if the model, data or options differ on one of them.
+
+    The loss would not reveal such a difference.
     """
     if group.is_single_process:
         return

@@ -65,8 +65,9 @@ class GapDetector:
         self._before = self._fingerprints(dict(self._roots()))
 
     def add_loss(self, loss: Any) -> None:
-        """Take fingerprints of the objects that a loss refers to, before its first call. Known code objects are
-        skipped.
+        """Take fingerprints of the objects that a loss refers to, before its first call.
+
+        Known code objects are skipped.
         """
         code = getattr(getattr(loss, "__func__", loss), "__code__", None)
         # A partial or an object with __call__ may also be recreated in each step.

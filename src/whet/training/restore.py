@@ -132,9 +132,7 @@ def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredRun:
-    """The report of a resume: the reasons why it is not bit-exact, missing state, changed code and the fields of its
-    event.
-    """
+    """The report of a resume: why it is not bit-exact, missing state, changed code and its event fields."""
 
     reasons: list[str]
     """The reasons why the run is not bit-exact from here on; empty if it is."""

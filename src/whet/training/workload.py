@@ -134,9 +134,7 @@ def count_flops(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device:
 
 @contextmanager
 def preserve_loss_modules(loss: MicroLoss, model: nn.Module) -> Iterator[None]:
-    """Restore, on exit, the modules that a loss refers to besides the model, such as a criterion with running
-    statistics.
-    """
+    """Restore modules that a loss refers to besides the model, such as a criterion with running statistics."""
     known = set(model.modules())
     with ExitStack() as stack:
         for module in _used_modules(loss, depth=3):

@@ -92,8 +92,9 @@ class StateWalk:
     """Whether any visited function uses `tell` or `seek`."""
 
     def walk(self, value: Any, name: str, depth: int = 0) -> None:
-        """Record a value and all objects reachable from it. `name` is a Python expression that the user would
-        recognize.
+        """Record a value and all objects reachable from it.
+
+        `name` is a Python expression that the user would recognize.
         """
         if depth > _MAX_DEPTH or len(self.visited) + len(self.digests) > _MAX_OBJECTS:
             self.partial[_outermost(name)] = None

@@ -123,8 +123,9 @@ def read_openassistant(record: Mapping[str, Any]) -> tuple[Turn, ...]:
 
 
 def merge_openassistant(records: Iterable[Record]) -> Iterator[Record]:
-    """Merge the messages of a tree, which are adjacent in the flat dump, into one record. Yield all other records
-    unchanged.
+    """Merge the messages of a tree, which are adjacent in the flat dump, into one record.
+
+    Yield all other records unchanged.
     """
     rows: list[Record] = []
     for record in records:

@@ -32,8 +32,9 @@ class PreallocatedCache:
         self._next = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the next attention layer. Return the keys and values of all visible
-        positions.
+        """Store the keys and values of the next attention layer.
+
+        Return the keys and values of all visible positions.
         """
         assert self._positions is not None
         if self._next == len(self._layers):

@@ -108,8 +108,9 @@ def write_self_games(path: Path, played: SelfPlayGames) -> None:
 
 
 def read_self_games(path: Path) -> SelfPlayGames | None:
-    """Read self-play games. Return None if the file is missing or damaged, because the same games can be played
-    again.
+    """Read self-play games.
+
+    Return None if the file is missing or damaged, because the same games can be played again.
     """
     arrays = read_arrays(path)
     return SelfPlayGames(**arrays) if arrays is not None and {*arrays} == {*_ARRAYS} else None

@@ -117,8 +117,9 @@ def split(
 
 
 def _assign_splits(sizes: Sequence[int]) -> list[str]:
-    """Return a split for each group of rows, given the sizes of the groups. Of ten single rows, the fifth goes to val
-    and the tenth to test.
+    """Return a split for each group of rows, given the sizes of the groups.
+
+    Of ten single rows, the fifth goes to val and the tenth to test.
 
     >>> _assign_splits([1] * 10)
     ['train', 'train', 'train', 'train', 'val', 'train', 'train', 'train', 'train', 'test']

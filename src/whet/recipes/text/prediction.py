@@ -108,8 +108,9 @@ class TextPredictor:
         return self.classes.index(names[0])
 
     def _known_classes(self, labels: tuple[str, ...]) -> list[str] | None:
-        """Return the classes in `labels`, or None if one is unknown. A label may contain several classes joined by the
-        separator.
+        """Return the classes in `labels`, or None if one is unknown.
+
+        A label may contain several classes joined by the separator.
         """
         if all(label in self.classes for label in labels):
             return list(labels)

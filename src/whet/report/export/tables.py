@@ -62,8 +62,7 @@ def event_numbers(event: Event) -> dict[str, int | float]:
 
 
 def named_event_numbers(event: Event) -> dict[str, float]:
-    """Return the numeric fields of an event by their exported names, such as train/loss, seconds/data and
-    eval/accuracy.
+    """Return the numeric fields of an event by their exported names, such as train/loss or eval/accuracy.
 
     >>> named_event_numbers(Event(kind="step", time=1.0, step=3, fields={"loss": 0.5, "seconds": {"data": 0.25}}))
     {'train/loss': 0.5, 'seconds/data': 0.25}

@@ -54,8 +54,9 @@ class RunListing:
         return self._folders.get(run)
 
     def changes(self, *, since: int = 0) -> ListingChanges:
-        """Return the runs that changed after a version, newest first, and those that were removed. Without a version,
-        return all runs.
+        """Return the runs that changed after a version, newest first, and those that were removed.
+
+        Without a version, return all runs.
         """
         runs = [run for run, version in list(self._changed_at.items()) if version > since]
         readers = dict(self._readers)

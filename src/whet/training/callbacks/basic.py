@@ -57,9 +57,7 @@ class KeepAwake(Callback):
 
 
 class CoreContention(Callback):
-    """A callback that starts the contention watch, and logs once which variable to export if torch was loaded before
-    whet.
-    """
+    """A callback that starts the contention watch, and logs which variable to export if torch was loaded too early."""
 
     every_seconds = 1.0
 

@@ -154,9 +154,7 @@ class Recorder(Callback):
         self.event("warning", step=step, reason=f"{what}: {error.what}: {error.got}", **facts)
 
     def spent(self, phase: str, seconds: float) -> None:
-        """Attribute seconds spent outside of steps (on evaluation or saving) to the oldest step that is not yet
-        written.
-        """
+        """Add seconds spent on evaluation or saving to the record of the oldest step that is not yet written."""
         self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
         self.aside_seconds += seconds if phase != "data" else 0.0
 

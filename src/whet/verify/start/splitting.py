@@ -173,9 +173,7 @@ def _features(fields: Mapping[str, Field], pad_token: int | None) -> Iterator[tu
 
 
 def _marks(column: np.ndarray) -> list[np.ndarray]:
-    """Return a mask over the samples for each distinct value of a column, or for its minimum and maximum if it has many
-    values.
-    """
+    """Return a mask over the samples for each distinct value of a column, or for its extremes if there are many."""
     values = np.unique(column)
     if len(values) > _MAX_VALUES:
         values = np.unique([*values[values < 0][:2], values[0], values[-1]])
@@ -371,8 +369,9 @@ def _token_fields(micro: MicroBatch) -> list[str]:
 
 
 def _label_fields(micro: MicroBatch) -> list[str]:
-    """Return the integer fields that may contain token labels. If no field name indicates labels, return all integer
-    fields except the first, which is probably the input.
+    """Return the integer fields that may contain token labels.
+
+    If no field name indicates labels, return all integer fields except the first, which is probably the input.
     """
     names = [name for name in _token_fields(micro) if name.rpartition(".")[2] != "input_ids"]
     named = [name for name in names if _is_named_label(name)]

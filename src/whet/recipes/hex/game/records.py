@@ -19,9 +19,7 @@ from whet.run.disk import open_regular_file
 
 
 class Orientation(FrozenModel):
-    """The edges that the first player connects in recorded games, and the evidence from replaying the games in both
-    orientations.
-    """
+    """The edges that the first player connects in recorded games, and the evidence from both orientations."""
 
     is_mirrored: bool
     """Whether the first player connects left and right. Rows and columns are then exchanged during reading."""
