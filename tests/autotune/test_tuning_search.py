@@ -355,7 +355,7 @@ def test_simulated_precision_that_disagrees_is_not_used() -> None:
     actual = search(PLAN, bench, budget_seconds=60)
     assert "precision" not in actual.settings
     assert set(of(actual, "precision")) == {"disagrees"}
-    assert "computes something else" in actual.measured["precision"].reason
+    assert "computes different results" in actual.measured["precision"].reason
     assert search(PLAN, SimulatedStepBench(PLAN, seconds), budget_seconds=60).settings["precision"] == "bf16"
 
 

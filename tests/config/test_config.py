@@ -253,8 +253,8 @@ def test_repeated_yaml_key_is_named_with_its_line(tmp_path: Path) -> None:
     [
         ("a.toml", b"lr = ", "not valid TOML"),
         ("a.yaml", b"lr: [1", "not valid YAML"),
-        ("a.yaml", b"- 1\n- 2\n", "does not hold keys"),
-        ("a.yaml", b"3: 4\n", "does not hold keys"),
+        ("a.yaml", b"- 1\n- 2\n", "does not contain keys"),
+        ("a.yaml", b"3: 4\n", "does not contain keys"),
         ("a.yaml", b"a: &x 1\nb: *x\n", "aliases"),
         ("a.yaml", b"lr: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
         ("a.yaml", b"lr: 1e-4\nepochs: 2\nlr: 1e-3\n", "not valid YAML"),
