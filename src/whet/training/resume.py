@@ -132,7 +132,7 @@ def check_plan_fits(given: Plan, ours: Plan) -> None:
     changed = _plan_changes(given, ours)
     if given.workload.global_batch_size != ours.workload.global_batch_size:
         batches = f"global_batch_size {given.workload.global_batch_size}"
-        changed = f"{batches}; this training has {ours.workload.global_batch_size}"
+        changed = f"{batches}; this run has {ours.workload.global_batch_size}"
     if changed is not None:
         raise UsageError(
             "the plan was made for a different workload or machine", got=changed, try_="whet.tune(...) here, or no plan"

@@ -273,6 +273,6 @@ def _interval_of(scheduler: LRScheduler, requested: str) -> Interval:
         raise UsageError(
             f"{name} needs a schedule_interval",
             got="no schedule_interval",
-            try_='schedule_interval="step" or schedule_interval="epoch", as in your own loop',
+            try_='schedule_interval="step" or schedule_interval="epoch", as in your training loop',
         )
     return "step" if requested == "step" else "epoch"
