@@ -91,7 +91,6 @@ def a_message(model, loss, optimizer=None, data=None):
         batches=batches,
         training=shipping._shippable(config.training, bench.plan),
         default_dtype=torch.float32,
-        is_deterministic=False,
     )
 
 

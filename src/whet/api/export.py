@@ -8,7 +8,7 @@ from typing import Any
 from whet.api.load import load_model, load_predictor, load_run_recipe
 from whet.base.errors import UsageError
 from whet.report.export.files import ExportResult, publish_export
-from whet.run import strict_json
+from whet.run import durable, strict_json
 from whet.run.folder import Run, open_run
 
 EXPORT_MANIFEST = "whet-export.json"
@@ -39,7 +39,10 @@ def export_model(
         step, details = write(draft)
         files = sorted(file.name for file in draft.iterdir())
         manifest: dict[str, Any] = {"format": to, "run": run.header.id, "step": step, **details, "files": files}
-        (draft / EXPORT_MANIFEST).write_text(strict_json.encode(manifest, pretty=True) + "\n", encoding="utf-8")
+        # The libraries that write models do not sync them.
+        durable.sync_files(draft)
+        text = strict_json.encode(manifest, pretty=True) + "\n"
+        durable.write_draft(draft / EXPORT_MANIFEST, data=text.encode(), is_last=True)
         return [*files, EXPORT_MANIFEST]
 
     folder = Path(out if out is not None else f"{run.path.name}-{to}").expanduser().absolute()

@@ -115,13 +115,14 @@ def _write(proof: "Proof", uninterrupted: Path, folder: Path, *, config: dict[st
     Return the completed proof.
     """
     from whet.api.prove import describe_changes
+    from whet.run import durable
     from whet.run.folder import open_run
     from whet.run.proof import write_proof
 
     proof = proof.model_copy(update={"shortened": describe_changes(config, open_run(uninterrupted).config)})
     write_proof(folder if is_run else uninterrupted, proof)
     if not is_run:
-        uninterrupted.rename(folder)
+        durable.move(uninterrupted, folder)
     return proof
 
 

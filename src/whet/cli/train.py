@@ -304,16 +304,15 @@ def _set_aside(path: Path) -> Iterator[None]:
             got=", ".join(foreign)[:200],
             try_="move them, or another --run",
         )
-    aside = durable.leftover_name(path)
     with lock.acquire(path):
-        path.rename(aside)
+        aside = durable.move_aside(path)
     try:
         yield
     finally:
         if path.exists():
             durable.remove(aside)
         else:
-            aside.rename(path)
+            durable.move(aside, path)
 
 
 def _event_printer(line: "ProgressLine", path: Path) -> "EventHandler":

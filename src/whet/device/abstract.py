@@ -41,6 +41,19 @@ class AbstractDevice(ABC):
     """Values of the `attention` setting that this device supports besides "torch"."""
     has_whet_norms = False
     """Whether whet's norm kernels run on this device."""
+    has_tf32 = False
+    """Whether float32 matrix products can be computed with TF32."""
+    is_cpu = False
+    """Whether this is the CPU, with which other devices are compared."""
+    adds_in_any_order = False
+    """Whether kernels use atomic additions, so that the same step may round differently each time."""
+    rank_backend: str | None = "gloo"
+    """The backend of torch.distributed for ranks with a device each, or None if ranks cannot train together on it."""
+    rounding_variables: tuple[str, ...] = ("MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE")
+    """Environment variables that change the last bits and that no setting of the plan covers.
+
+    OMP_NUM_THREADS and MKL_NUM_THREADS are not included: a run records their effect as `threads`.
+    """
 
     def __init__(self) -> None:
         self.memory: DeviceMemory = DeviceMemory()
@@ -55,6 +68,14 @@ class AbstractDevice(ABC):
     def generator(self) -> torch.Generator | None:
         """The random number generator of the device, or None if it uses the CPU generator."""
         return None
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether the device is simulated."""
+        return False
+
+    def check_environment(self, *, watermarks: tuple[float, float] | None, needs_fallback: bool) -> None:
+        """Raise UsageError if torch has read other environment variables of MPS than the plan needs."""
 
     # --- tensors and time --------------------------------------------------------------------------------------------
 

@@ -45,14 +45,20 @@ def deterministic(is_on: bool) -> Iterator[None]:
 
     If only deterministic kernels are allowed, torch raises for an operator that has none.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = _deterministic_flags()
     if is_on != before[0]:
         # This may also switch the flag off: if the flag is on, the plan is "off" only by the user's override.
         torch.use_deterministic_algorithms(is_on)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        # Setting the flag takes 100 us (torch 2.13), and a measurement does this for every step.
+        if _deterministic_flags() != before:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _deterministic_flags() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 # --- activation checkpointing ----------------------------------------------------------------------------------------

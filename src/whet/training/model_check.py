@@ -71,7 +71,7 @@ class ModelCheck:
         messages, is_complete = [], True
         precision = device_parity.compute_precision(model, precision)
         leak = parity = None
-        if device.kind != "cpu":
+        if not device.is_cpu:
             parity, difference, problem = self._compare_with_cpu(precision)
             messages += [problem or str(parity)]
             is_complete = problem is None
@@ -84,8 +84,8 @@ class ModelCheck:
             is_complete = is_complete and problem is None
         if parity is not None:
             messages += [difference or "the same bits twice"]
-            if difference and device.kind == "cuda":
-                messages[-1] += " (CUDA adds in any order; not with deterministic=on)"
+            if difference and device.adds_in_any_order:
+                messages[-1] += f" ({device.kind.upper()} adds in any order; not with deterministic=on)"
         return ModelCheckResult(leak=leak, parity=parity, messages=tuple(messages), is_complete=is_complete)
 
     def _compare_with_cpu(self, precision: str) -> tuple[device_parity.DeviceParity | None, str | None, str | None]:

@@ -17,7 +17,7 @@ from whet.data.source import AbstractSource
 from whet.device.abstract import AbstractDevice
 from whet.device.random_streams import RandomStreams
 from whet.distributed.group import RankGroup
-from whet.plan.plan import Plan, make_plan
+from whet.plan.plan import Plan, keep_runtime_changes, with_more_facts
 from whet.run.events import History
 from whet.run.folder import Run, rewrite_parts
 from whet.step.apply_plan import (
@@ -148,18 +148,8 @@ class RunContext:
             rewrite_parts(self.folder, plan=plan.as_json())
 
     def plan_again(self, **facts: Any) -> None:
-        """Make a new plan from additional facts about the workload."""
-        plan = self.plan
-        self.use_plan(
-            make_plan(
-                plan.machine,
-                plan.workload.model_copy(update=facts),
-                overrides=plan.overrides,
-                measured=plan.measured,
-                system_state=plan.system_state,
-                trials=plan.trials,
-            )
-        )
+        """Make a new plan from additional facts about the workload. Settings that are in force stay as they are."""
+        self.use_plan(with_more_facts(self.plan, facts, is_started=self.executor.is_ready))
 
     def watch_for_stalls(self) -> None:
         """Inform the stall detector whether the model is compiled, since a new shape may then trigger a compilation."""
@@ -168,6 +158,7 @@ class RunContext:
     def replan(self, plan: Plan) -> None:
         """Apply a measured plan to a run with one optimizer, before its first step. Device and data stay the same."""
         self.executor.close()
+        plan = keep_runtime_changes(plan, earlier=self.plan)
         optimizer, training = self.stepper.optimizer, self.config.training
         self.layout.use(plan.layout, optimizer)
         set_process_settings(plan, self.device)

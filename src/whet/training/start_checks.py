@@ -19,19 +19,17 @@ from whet.device.kernels.switches import use_torch_kernels
 from whet.device.mps import make_contiguous
 from whet.plan.plan import Plan, with_runtime_changes
 from whet.plan.setting import MeasuredSetting
+from whet.step.attention import use_explicit_masks
 from whet.step.loss import MicroLoss
 from whet.step.model_contexts import CompiledCalls, compile_obstacle
 from whet.step.step import Stepper
 from whet.step.unpadding import Unpadding, unpadding_obstacle
 from whet.training.model_check import ModelCheck, ModelCheckResult, run_check
 from whet.verify.start import cache, compiled
-from whet.verify.start.causality import use_explicit_masks
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
-_KERNEL_SETTINGS = ("attention", "norms")
-"""Settings whose value "whet" selects whet's own kernels."""
 _NOT_COMPARED = "not compared with the model's own code"
 
 
@@ -63,7 +61,7 @@ def fallbacks(result: ModelCheckResult, steppers: Sequence[Stepper], plan: Plan)
     def changed(value: str, reason: str) -> MeasuredSetting:
         return MeasuredSetting(value=value, reason=reason, evidence=evidence)
 
-    own = [name for name in _KERNEL_SETTINGS if plan.settings[name].value == "whet" and name not in plan.overrides]
+    own = [name for name in _whet_kernels(plan) if name not in plan.overrides]
     if own:
         yield Fallback(
             description=f"{' and '.join(own)} by torch's kernels instead of whet's",
@@ -129,7 +127,7 @@ class StartChecks:
         """Verify the model before step `step + 1` and return the plan to continue with. Raise if no fallback helps."""
         run, plan, kind = self.run, self.run.plan, self.run.device.kind
         prefix = "" if moved_from is None else f"moved from {moved_from} to {kind}; "
-        if kind == "cpu" and run.config.outputs is None:
+        if run.device.is_cpu and run.config.outputs is None:
             return plan
         why_not = skip_reason(plan)
         if why_not is not None:
@@ -274,9 +272,7 @@ class StartChecks:
         hints = []
         if precision != "fp32" and "precision" in plan.overrides:
             hints.append(f"precision=fp32 instead of the precision={precision} that you asked for")
-        requested = [
-            name for name in _KERNEL_SETTINGS if plan.settings[name].value == "whet" and name in plan.overrides
-        ]
+        requested = [name for name in _whet_kernels(plan) if name in plan.overrides]
         hints += [f"{name}=torch instead of the {name}=whet that you asked for" for name in requested]
         if result.leak is not None:
             what = f"the model is not causal on {kind} in {precision}"
@@ -288,7 +284,7 @@ class StartChecks:
             hints.append("whet compare finds the operator")
         if moved_from is not None:
             hints.append(f"--device {moved_from} to resume there")
-        if kind != "cpu":
+        if not self.run.device.is_cpu:
             hints.append("--device cpu")
         return ModelCheckError(what, got=f"{prefix}{result}{failed}", try_="; ".join([*hints, "or verify=off"]))
 
@@ -330,6 +326,11 @@ def uncompiled_plan(plan: Plan, *, reason: str, step: int) -> Plan:
     """Return the plan with compilation turned off from `step` on."""
     evidence = {"requested": plan.compile, "step": step}
     return with_runtime_changes(plan, {"compile": MeasuredSetting(value="off", reason=reason, evidence=evidence)})
+
+
+def _whet_kernels(plan: Plan) -> list[str]:
+    """Return the names of the settings that select whet's own kernels."""
+    return [name for name, setting in plan.settings.items() if setting.value == "whet"]
 
 
 def skip_reason(plan: Plan) -> str | None:

@@ -21,6 +21,7 @@ from whet.config.options import SchedulerObject
 from whet.distributed.group import current_group
 from whet.plan.plan import Plan, make_plan, with_auto_batch
 from whet.plan.setting import Scalar
+from whet.plan.values import names_of
 from whet.plan.workload import Workload
 from whet.step.loss import LossFunction
 from whet.training import intercept
@@ -64,9 +65,6 @@ _MIN_STEPS = 100
 _MIN_STEPS_TO_ADVISE = 1_000
 _MIN_SECONDS_TO_ADVISE = 60.0
 """For runs shorter than this many seconds, measuring is not recommended."""
-
-_FIXED_IN_LOOPS = ("device", "data_location", "workers", "prefetch")
-"""Settings that a custom loop can no longer change at its first step, because it has already read its first batch."""
 
 OpenStepBench = Callable[[], AbstractContextManager[StepBench]]
 """A function that opens the same training run in a separate process."""
@@ -211,7 +209,9 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
     plan = tuned_plan(replace(config, on_event=watch), loss)
     if plan is None:
         return
-    measured = {name: value for name, value in plan.measured.items() if name not in _FIXED_IN_LOOPS}
+    # A custom loop has read its first batch already.
+    fixed = ("device", *names_of(lambda setting: setting.is_data))
+    measured = {name: value for name, value in plan.measured.items() if name not in fixed}
     if plan.device == run.plan.device and measured:
         run.replan(
             make_plan(

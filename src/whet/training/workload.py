@@ -16,6 +16,7 @@ from whet.data.columns import rows_to_collate
 from whet.device.abstract import AbstractDevice
 from whet.device.rng import preserve_rng
 from whet.plan.workload import Workload
+from whet.step.attention import count_attention_calls
 from whet.step.ema import named_tensors
 from whet.step.graph_safety import loss_dependencies
 from whet.step.loss import MicroLoss
@@ -23,7 +24,6 @@ from whet.step.rollback import BufferSnapshot
 from whet.step.unpadding import NO_TRANSFORMER, unpadding_obstacle
 from whet.training.training_config import TrainingConfig
 from whet.verify.isolation import preserve_model
-from whet.verify.start.causality import count_attention_calls
 
 _BATCHNORMS = nn.modules.batchnorm._BatchNorm
 _DROPOUTS = nn.modules.dropout._DropoutNd

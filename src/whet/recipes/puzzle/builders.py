@@ -381,6 +381,8 @@ def _write(folder: Path, built: _Built, *, kind: Kind) -> None:
     _write_json(folder / "identifiers.json", built.names)
     if built.test_puzzles is not None:
         _write_json(folder / "test_puzzles.json", built.test_puzzles)
+    # NumPy does not sync the files that it writes.
+    durable.sync_files(folder)
 
 
 def _write_json(path: Path, content: Any) -> None:

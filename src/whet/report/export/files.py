@@ -188,7 +188,7 @@ def publish_export(
         durable.publish_directory(folder, fill=fill_and_move_old)
     except BaseException:
         for aside in old:
-            aside.rename(folder)
+            durable.move(aside, folder)
         durable.remove_empty(made)
         raise
     for aside in old:

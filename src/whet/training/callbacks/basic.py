@@ -66,7 +66,7 @@ class CoreContention(Callback):
 
     def on_start(self, run: "RunContext") -> None:
         self._run = run
-        if run.device.kind == "cpu" and run.plan.threads != 1:
+        if run.device.is_cpu and run.plan.threads != 1:
             self._watch = run.exit_stack.enter_context(watch_contention())
             self._may_report = env.spins_long()
 

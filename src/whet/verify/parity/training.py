@@ -248,7 +248,7 @@ def compare_training(
             for one, float64 in ((reference, True), (float32, False)):
                 gradients = reference.parts["gradients"]
                 one.parts["update"] = record_update(replicas, cpu, gradients, float64=float64, scale=scale)
-    if device.kind == "cpu":
+    if device.is_cpu:
         rows = () if why_not else _rows(float32, reference, cpu_float32=None)
     else:
         progress(f"{device.kind} ...")

@@ -307,13 +307,13 @@ def _compare_planted(
     """
     labels = _label_fields(whole)
     unknown = [name for name in labels if not _is_named_label(name) and not _holds(whole, name, -100)]
-    if unknown and device.kind != "cpu":
+    if unknown and not device.is_cpu:
         # An ignored label in an input would make an embedding read out of bounds, which aborts a CUDA process.
         return f"it was not shown that the loss is a mean over samples: {', '.join(unknown)} may hold ignored labels"
-    candidates = [*_ignored_labels(whole, labels, is_cpu=device.kind == "cpu")]
+    candidates = [*_ignored_labels(whole, labels, is_cpu=device.is_cpu)]
     if not _is_sharded(model):
         # The number of these candidates depends on the samples, which differ between ranks.
-        candidates += _other_values(whole, labels, pad_token, is_cpu=device.kind == "cpu")
+        candidates += _other_values(whole, labels, pad_token, is_cpu=device.is_cpu)
     for planted in candidates:
         try:
             first, *others = [_plant(micro, planted) for micro in (whole, parts[0])]
