@@ -254,7 +254,7 @@ def test_very_short_runs_and_streams_are_not_measured():
     session = whet.Session(model, OptimizerChoice(), stream, global_batch_size=8, max_steps=1000)
     session.config = tune.with_measured_plan(session.config, loss)
     assert next(reads) == 0
-    with pytest.raises(UsageError, match="a stream cannot be measured"):
+    with pytest.raises(UsageError, match="an iterable dataset cannot be used for measuring"):
         whet.tune(model, stream, loss=loss, optimizer=OptimizerChoice(), global_batch_size=8, max_steps=1000)
 
 
@@ -303,7 +303,10 @@ def test_run_starts_although_measuring_failed():
 def test_plan_for_another_workload_is_rejected(tmp_path):
     model = a_model()
     plan = whet.tune(model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), budget=1, **TRAINING)
-    with pytest.raises(UsageError, match="made for another workload"), a_session(model, plan=plan, global_batch_size=8):
+    with (
+        pytest.raises(UsageError, match="made for a different workload"),
+        a_session(model, plan=plan, global_batch_size=8),
+    ):
         pass
     with pytest.raises(UsageError, match="already contains its overrides"):
         a_session(model, plan=plan, overrides={"threads": 1})

@@ -336,7 +336,7 @@ def test_explain_includes_the_documentation_of_the_rule() -> None:
         ("micro_batch", 2.5),
         ("micro_batch", True),
         ("precision", "fp8"),
-        ("keep", 1),
+        ("keep_checkpoints", 1),
         ("memory_gb", -1),
         ("device", "tpu"),
         ("lengths", "short"),

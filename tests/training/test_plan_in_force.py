@@ -140,7 +140,7 @@ def test_a_micro_batch_with_batchnorm_is_executed_or_refused(split_batch: Any, t
         assert (plan.micro_batch, set(sizes)) == (4, {4})
         assert any("BatchNorm" in line for line in plan.warnings)
     else:
-        with pytest.raises(UsageError, match="micro_batch=4 would change the training"):
+        with pytest.raises(UsageError, match="micro_batch=4 would change what is trained"):
             train()
         assert not (tmp_path / "run").exists()
 

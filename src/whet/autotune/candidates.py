@@ -23,7 +23,7 @@ ATTENTION = {"cuda": ("torch", "flash", "efficient")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanCandidate:
-    """A change to the best settings so far."""
+    """A change to the best settings found so far, to be timed against them."""
 
     setting: str
     """Name of the setting to test."""
@@ -32,7 +32,7 @@ class PlanCandidate:
 
     @property
     def value(self) -> Scalar:
-        """New value of the setting to test."""
+        """The new value of `setting`."""
         return self.changes[self.setting]
 
 
@@ -76,7 +76,7 @@ def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
     # The fastest attention kernel depends on the number of distinct shapes.
     if candidate.setting == "lengths":
         kept.pop("attention", None)
-    # The norm kernels support only some precisions and layouts.
+    # The norm kernels support only some precisions and layouts, so decide them again.
     if candidate.setting in ("precision", "layout"):
         kept.pop("norms", None)
     # Values measured on one device do not apply to another.

@@ -72,7 +72,7 @@ class ProcessStepBench:
 
     @property
     def recovery_seconds(self) -> float:
-        """Seconds that it takes to start a new process."""
+        """Seconds for starting a new child process after a failure."""
         return self._start_seconds
 
     def clock(self) -> float:
@@ -175,7 +175,10 @@ class ProcessStepBench:
 
 
 class ProcessPreparedStep:
-    """Settings prepared in the child process. After a restart of the process, the next step prepares them again."""
+    """Settings that the child process has prepared.
+
+    After a restart of the process, the next step prepares them again.
+    """
 
     preparation_seconds = 0.0
     step_seconds = 0.0
@@ -199,7 +202,7 @@ class ProcessPreparedStep:
 
     def step(self, index: int) -> float:
         """Run one step in the child and return its duration in seconds. Raise ProbeFailedError on failure."""
-        # The process was restarted after the preparation.
+        # The process was restarted after the preparation, so prepare the settings again.
         if self._process_number != self._bench.num_restarts:
             self.prepare(max(_STEP_SECONDS, 3 * self.preparation_seconds))
         timeout = max(_STEP_SECONDS, 10 * self._slowest)
@@ -219,7 +222,7 @@ class ProcessPreparedStep:
 
     def close(self) -> None:
         if self._process_number == self._bench.num_restarts:
-            # If closing crashes the process, everything is released as well.
+            # If closing crashes the process, its resources are released as well.
             with contextlib.suppress(ProbeFailedError):
                 self._bench.request(_STEP_SECONDS, do="close", number=self._number)
 

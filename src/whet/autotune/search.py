@@ -25,8 +25,8 @@ from whet.plan.setting import Scalar, TuneTrial, Verdict
 
 # Passes over all settings for each retry threshold. A pass without a winner ends the loop early.
 _PASSES = 3
-# A change that lost is tried again with new best settings if its last speedup was at least this: in the first passes,
-# and in the late passes, when nothing better is left to try.
+# Minimum last speedup for trying a rejected change again with new best settings: in the first passes, and in the late
+# passes, when no better candidates are left.
 _RETRY_ABOVE, _LATE_RETRY_ABOVE = 0.85, 0.6
 # A change is combined with another one only if its own speedup was at least this.
 _COMBINE_ABOVE = 0.5
@@ -102,7 +102,7 @@ def _search(context: SearchContext) -> TuningResult:
 
 @dataclass(slots=True)
 class _SearchState:
-    """Mutable state of a search."""
+    """The mutable state of a search: best settings, trials and time."""
 
     context: SearchContext
     base: PreparedSettings
@@ -186,7 +186,7 @@ def _has_tried(state: _SearchState, precision: str) -> bool:
 
 
 def _suits_compiled_code(best: Plan, candidate: PlanCandidate) -> bool:
-    """Return whether a candidate may justify compiling again.
+    """Return whether a candidate may be worth another compilation.
 
     Compiled code needs less memory, so a larger micro-batch may fit.
     """
@@ -241,9 +241,9 @@ def _confirm(state: _SearchState) -> TuningResult:
     context, base, best = state.context, state.base, state.best
     # Without a winner, there is nothing to confirm.
     if best is base:
-        return _result(state, base, reason="nothing was shown to be faster than the rules")
+        return _result(state, base, reason="no setting was shown to be faster than the rule-based plan")
     started = context.bench.clock()
-    context.progress.begin("the best against the rules")
+    context.progress.begin("the best settings against the rule-based plan")
     try:
         base = context.prepare({}, seconds=context.budget.left)
         try:
@@ -284,7 +284,7 @@ def _final_verdict(state: _SearchState, base: PreparedSettings, timing: PairedTi
         return timing.outcome, f"the gain was not confirmed ({interval}): {shown}"
     if not break_even(state.best, base, timing).pays:
         return "not worth it", f"steps are faster ({interval}), but this run is too short for it: {shown}"
-    return "faster", f"{interval} against the rules: {shown}"
+    return "faster", f"{interval} against the rule-based plan: {shown}"
 
 
 def _unconfirmed(state: _SearchState, reason: str) -> TuningResult:
@@ -294,7 +294,7 @@ def _unconfirmed(state: _SearchState, reason: str) -> TuningResult:
     """
     won = [trial for trial in state.trials if trial.verdict == "faster" and trial.interval is not None]
     if not won:
-        note = f"what was likely was not confirmed, {reason}: {_show(state.best.settings)}"
+        note = f"likely gains were not confirmed, {reason}: {_show(state.best.settings)}"
         return _result(state, state.base, reason=note)
     gain = ConfirmedGain(
         speedup=math.prod(trial.speedup or 1.0 for trial in won),
@@ -302,7 +302,7 @@ def _unconfirmed(state: _SearchState, reason: str) -> TuningResult:
         high=math.prod(trial.interval[1] for trial in won if trial.interval),
         repeats=min((trial.repeats for trial in won), default=0),
     )
-    note = f"about {gain.speedup:.3g}x the rules by its trials alone, {reason}: {_show(state.best.settings)}"
+    note = f"about {gain.speedup:.3g}x the rule-based plan by the trials alone, {reason}: {_show(state.best.settings)}"
     return _result(state, state.best, reason=note, gain=gain)
 
 
@@ -314,7 +314,7 @@ def _result(
     gain: ConfirmedGain | None = None,
     step_seconds: float | None = None,
 ) -> TuningResult:
-    reverted = None if gain or state.best is state.base else f"the rules are kept: {reason}"
+    reverted = None if gain or state.best is state.base else f"the rule-based plan is kept:  {reason}"
     return TuningResult(
         settings=dict(kept.settings),
         measured=measured_settings(kept.plan, state.trials, reverted=reverted),
@@ -338,7 +338,7 @@ def _summary(state: _SearchState, reason: str) -> Iterator[str]:
     tried = sum(trial.verdict != "not tried" for trial in state.trials)
     spent = state.context.budget.spent
     if not tried:
-        yield f"nothing was compared in {format_seconds(spent)}: the rules' plan is kept, without a measured setting"
+        yield f"nothing was compared in {format_seconds(spent)}: the rule-based plan is kept"
     else:
         yield f"{tried} trial{'' if tried == 1 else 's'} in {format_seconds(spent)}: {reason}"
     late = dict.fromkeys(_show(candidate.changes, " with ") for candidate in state.skipped)

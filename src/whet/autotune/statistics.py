@@ -172,7 +172,7 @@ def rate_interval(amount: int, seconds: BenchInterval) -> BenchInterval:
 
 
 def scaled_interval(interval: BenchInterval, factor: float) -> BenchInterval:
-    """Return an interval with all its values multiplied by a factor."""
+    """Return the interval with median and bounds multiplied by a factor."""
     return interval.model_copy(
         update={"median": interval.median * factor, "low": interval.low * factor, "high": interval.high * factor}
     )
@@ -195,7 +195,7 @@ class StepTimings:
     """Seconds of the longest visit."""
 
     def visit(self, prepared: PreparedStep, *, first: int, steps: int) -> float:
-        """Run a few steps and return the mean seconds per step."""
+        """Run and time a few steps, and return the mean seconds per step."""
         # A coarse clock may report zero, which has no logarithm.
         seconds = [max(prepared.step(first + offset), 1e-9) for offset in range(steps)]
         self.steps += seconds

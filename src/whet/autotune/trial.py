@@ -112,10 +112,10 @@ def rule_out(context: SearchContext, best: PreparedSettings, candidate: PlanCand
 
 
 def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandidate) -> str | None:
-    """Return why the CPU cannot win, or None if it might.
+    """Return the reason why the CPU cannot be faster than the best settings, or None if it might be.
 
-    The CPU cannot win if its arithmetic alone takes longer than a step of the best settings. A slow step on the CPU can
-    use more of the budget than all other trials, so this check comes before a trial.
+    It cannot if its arithmetic alone takes longer than a step of the best settings. A slow step on the CPU can use more
+    of the budget than all other trials, so this check comes before a trial.
     """
     cores = plan.machine.cpu.logical_cores
     if candidate.setting != "device" or device_kind(plan) != "cpu" or cores is None:
@@ -224,7 +224,7 @@ def _judge(
 def _precision_objection(
     context: SearchContext, ready: PreparedSettings, candidate: PlanCandidate, *, until: float
 ) -> tuple[Verdict, str] | None:
-    """Return the verdict on settings that compute different numbers with its reason, or None if they may be used.
+    """Compare settings with fp32. Return a verdict and its reason if their results differ too much, otherwise None.
 
     Only changes of precision, attention kernels and norm kernels are compared with fp32.
     """
@@ -237,7 +237,7 @@ def _precision_objection(
     if agreement.agrees:
         return None
     worst = max(agreement.loss_error, agreement.gradient_error)
-    return "disagrees", f" computes something else: off by {worst:.2g}, bound {agreement.bound:.2g}"
+    return "disagrees", f" computes different results: error {worst:.2g}, bound {agreement.bound:.2g}"
 
 
 def _is_likely(timing: PairedTiming) -> bool:
@@ -274,7 +274,7 @@ def record_trial(
     timing: PairedTiming | None = None,
     spent: float = 0.0,
 ) -> TuneTrial:
-    """Return the record of one trial."""
+    """Return the record of one trial, as stored in the plan."""
     result = timing.estimate if timing else None
     return TuneTrial(
         setting=setting,

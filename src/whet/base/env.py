@@ -81,9 +81,9 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Set PYTHONSAFEPATH in the body, so that child interpreters do not add the current folder to `sys.path`.
+    """Set PYTHONSAFEPATH inside the `with` block, to keep the current folder off `sys.path` of child interpreters.
 
-    For children that cannot be started with `python -P`.
+    Use this for child processes that cannot be started with `python -P`.
     """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -113,5 +113,5 @@ def prepend_to_path(folder: Path) -> None:
 
 
 def c_locale_environment() -> dict[str, str]:
-    """Return an environment in which programs print English text and decimal points that can be parsed."""
+    """Return environment variables with the C locale, so that the output of programs can be parsed."""
     return child_environment(LC_ALL="C", LANG="C", LANGUAGE="C")

@@ -1,4 +1,4 @@
-"""The device interface. The base classes provide defaults, which each device overrides as needed.
+"""The device interface. The base classes provide defaults, which the classes of the devices override.
 
 To add a device, subclass `AbstractDevice` in a new file and add the class to `open.py`.
 """
@@ -102,7 +102,7 @@ class AbstractDevice(ABC):
         """Return the seconds between two marks. Waits until the device has reached both."""
         return float(end - start)
 
-    # --- computation of models ---------------------------------------------------------------------------------------
+    # --- model execution ---------------------------------------------------------------------------------------------
 
     def use_precision(self, precision: str) -> None:
         """Enable TF32 for float32 matrix products and convolutions in this process if `precision` is "tf32".
@@ -184,7 +184,7 @@ class DeviceMemory:
     """Whether the device uses host memory. A copy on the host then takes memory from training."""
 
     def usage(self) -> MemoryUsage:
-        """Return the current counters without waiting for the device."""
+        """Return the current memory counters, without waiting for the device."""
         return MemoryUsage()
 
     def free_bytes(self) -> int | None:

@@ -19,7 +19,7 @@ _SYNC_WARNING = "called a synchronizing"
 
 @final
 class CudaDevice(AbstractDevice):
-    """One CUDA GPU."""
+    """One CUDA GPU, used through torch."""
 
     kind = "cuda"
     # Fused optimizer kernels read the learning rate from GPU memory as float32.

@@ -42,7 +42,7 @@ def configure_mps_memory() -> None:
 
 
 def check_mps_memory(watermarks: tuple[float, float]) -> None:
-    """Raise UsageError if the environment, which torch has already read, has other watermarks than the plan."""
+    """Raise UsageError if the environment, which torch has already read, has watermarks that differ from the plan."""
     current = _read_ratio(HIGH), _read_ratio(LOW)
     if current != watermarks:
         raise UsageError(

@@ -29,7 +29,7 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 @final
 class MpsDevice(AbstractDevice):
-    """The Apple GPU of this machine."""
+    """The Apple GPU of this machine, used through torch's MPS backend."""
 
     kind = "mps"
     # Metal does not support float64.
@@ -279,7 +279,7 @@ class _FallbackTimingMode(TorchDispatchMode):
         name = func.name()
         if not (falls_back(name) and _is_on_mps((args, kwargs))):
             return func(*args, **(kwargs or {}))
-        # Wait for earlier work, so that the time does not include it.
+        # Wait for queued work first, so that the measured time does not include it.
         self._sync()
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))

@@ -115,7 +115,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Convert communication errors in this context to LostRankError."""
+        """Convert communication errors inside the `with` block to LostRankError."""
         try:
             yield
         except (RuntimeError, dist.DistBackendError) as error:
@@ -126,7 +126,7 @@ class RankGroup:
             raise LostRankError(
                 "another rank exited or does not respond",
                 got=f"rank {self.ranks.rank} of {self.ranks.size}: {first_line(error)}",
-                try_="see what the rank that failed first printed; the same command resumes from the last checkpoint",
+                try_="check the output of the rank that failed first; run the same command again to resume",
             ) from error
 
     def _all_gather_json(self, value: Any) -> list[Any]:

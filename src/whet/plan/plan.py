@@ -106,7 +106,7 @@ def make_plan(
 
 
 def override(plan: Plan, overrides: Mapping[str, Scalar]) -> Plan:
-    """Return the plan with more overrides. Settings that depend on them are decided again."""
+    """Return the plan with additional overrides. The rules decide the settings that depend on them again."""
     return make_plan(
         plan.machine,
         plan.workload,
@@ -224,7 +224,7 @@ def read_plan(data: object, *, where: str) -> Plan:
         raise WhetError(
             f"{where} was written by a newer whet",
             got=f"plan format {version}; this whet reads up to {FORMAT_VERSION}",
-            try_="update whet",
+            try_="pip install --upgrade whet",
         )
     plan = Plan.from_json(data, where=where)
     for name, declared in DECLARED.items():

@@ -45,7 +45,7 @@ disagrees: the candidate computes different results. failed: it raised an error.
 
 
 class TuneTrial(FrozenModel):
-    """One candidate of a measurement, and its result."""
+    """One candidate of a measurement, with its timing and verdict."""
 
     setting: str
     """The varied setting, or "plan" for a comparison of whole plans."""

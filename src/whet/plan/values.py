@@ -14,7 +14,6 @@ CausalMask = Literal["flag", "explicit"]
 Compile = Literal["off", "blocks", "on"]
 Copies = Literal["blocking", "overlapped"]
 DataLocation = Literal["device", "host", "files"]
-EmptyCache = Literal["never", "as needed"]
 FreedMemory = Literal["returned", "kept"]
 Graph = Literal["off", "on", "launch_bound"]
 KeepAwake = Literal["on", "off", "unused"]
@@ -23,7 +22,7 @@ Lengths = Literal["fixed", "unpadded", "sorted", "bucketed", "packed", "packed_b
 LossScaling = Literal["off", "dynamic"]
 Norms = Literal["torch", "whet"]
 OnDeviceFailure = Literal["stop", "cpu"]
-OnHeat = Literal["warn", "pace", "pause"]
+OnHeat = Literal["warn", "slow_down", "pause"]
 OnOff = Literal["off", "on"]
 OptimizerKernels = Literal["fused", "foreach", "loop", "yours"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -41,14 +40,14 @@ _NO_VALUE: Any = object()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constraint:
-    """The allowed values of a setting, as text and as a predicate."""
+    """The allowed values of a setting: a description and a predicate."""
 
     text: str
     holds: Callable[[Scalar], bool]
 
 
 def one_of(*values: Scalar) -> Constraint:
-    """Return the constraint that allows only these values."""
+    """Return a constraint that allows only these values."""
     return Constraint(text=" or ".join(map(str, values)), holds=lambda value: value in values)
 
 
@@ -143,7 +142,7 @@ class SettingValue(Generic[T]):
         return self.plain is not _NO_VALUE
 
     def allows(self, value: Scalar) -> bool:
-        """Return whether a plan may hold this value."""
+        """Return whether this value is valid in a plan, including values that only rules choose."""
         is_nullable = get_origin(self._type) is not Literal and type(None) in get_args(self._type)
         return self.constraint.holds(value) or (value is None and is_nullable)
 
@@ -188,7 +187,7 @@ class SettingValues:
     lengths = SettingValue[Lengths](plain="fixed", text="{value} lengths", is_rounding=True, depends_on_samples=True)
     high_watermark = SettingValue[float | None](WATERMARK, is_final=True)
     low_watermark = SettingValue[float | None](WATERMARK, is_final=True)
-    empty_cache = SettingValue[EmptyCache]()
+    empty_cache = SettingValue[OnOff]()
     freed_memory = SettingValue[FreedMemory](is_final=True, may_change=True)
     attention = SettingValue[Attention](plain="torch", text="{value} attention", is_rounding=True)
     norms = SettingValue[Norms](plain="torch", text="{value} norms", is_rounding=True)
@@ -200,7 +199,7 @@ class SettingValues:
     checkpoint_minutes = SettingValue[float](POSITIVE)
     checkpoint_steps = SettingValue[int | None](integer(1))
     checkpoint_epochs = SettingValue[int | None](integer(1))
-    keep = SettingValue[int](integer(2))
+    keep_checkpoints = SettingValue[int](integer(2))
     on_heat = SettingValue[OnHeat](plain="warn", may_change=True)
     verify = SettingValue[Verify](may_change=True)
     causal_mask = SettingValue[CausalMask](is_rounding=True)

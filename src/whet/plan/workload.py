@@ -6,16 +6,17 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from whet.base.model import FrozenModel
 
-# Weights, gradients and optimizer state stay in float32 at every precision. Adam keeps two numbers per weight.
+# Weights, gradients and optimizer state stay in float32 at every precision. Adam keeps two values per weight.
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
 ADAM_STATE_BYTES = 8
 OPTIMIZER_BYTES = {
     "adamw": ADAM_STATE_BYTES,
     "adam_atan2": ADAM_STATE_BYTES,
-    # The momentum.
+    # The momentum buffer.
     "sgd": 4,
-    # One row and one column per matrix, far less than a byte per parameter, but 4 bytes for convolutions and vectors.
+    # Adafactor keeps one row and one column for each matrix, which is far less than a byte per parameter. Convolutions
+    # and vectors take 4 bytes per parameter.
     "adafactor": 1,
 }
 """Bytes of state per trainable parameter, by the name of the optimizers that whet builds."""
@@ -64,12 +65,12 @@ class AutoBatch(FrozenModel):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The choice and its reason as lines for the user."""
+        """Two lines of text: the chosen batch size and the scaled learning rates, with reasons."""
         return f"global batch {self.reason}", self.rate_reason
 
 
 class Workload(FrozenModel):
-    """A model, its data and its batch size, as counts and sizes."""
+    """The sizes of a model, its data and its batches, which a plan depends on."""
 
     recipe: str
     num_parameters: PositiveInt

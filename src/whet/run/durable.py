@@ -345,7 +345,10 @@ def move_aside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Remove the leftovers of interrupted writes and return their number. The caller must hold the run's lock."""
+    """Remove the leftover files and folders of interrupted writes, and return their number.
+
+    The caller must hold the run's lock.
+    """
     leftovers = [path for path in sorted(folder.iterdir()) if is_leftover(path)] if folder.is_dir() else []
     for path in leftovers:
         remove(path)

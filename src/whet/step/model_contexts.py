@@ -120,7 +120,7 @@ def _batch_norms(block: nn.Module) -> list[nn.Module]:
     return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
-# --- heads in pieces --------------------------------------------------------------------------------------------------
+# --- split output layers ----------------------------------------------------------------------------------------------
 
 
 def large_heads(plan: Plan, model: nn.Module) -> dict[str, nn.Linear]:

@@ -74,7 +74,7 @@ class Executor:
         self._oom_step: int | None = None
 
     def close(self) -> None:
-        """Undo all changes to the model except those made by training."""
+        """Undo the changes to the model that the plan required, such as layout and hooks."""
         self._exit_stack.close()
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Executor:
         return guard.first_non_finite is None
 
     def expect_changes(self) -> None:
-        """Reset the rollback snapshot, because something other than a step has changed the model."""
+        """Reset the rollback snapshot, because code outside of a step may have changed the model."""
         self._rollback = StepRollback(self._run.stepper.model, self._run.device)
 
     def _run_step(
@@ -380,7 +380,7 @@ class Executor:
             )
 
     def _used(self) -> tuple[object, ...]:
-        """Return what training needs in memory, as opposed to objects that earlier notebook cells hold."""
+        """Return the objects that training needs in memory, in contrast to those that earlier notebook cells hold."""
         return self._run.model, self._run.stepper.optimizer, self._run.config.data
 
     def _reduce_memory(self, problem: str, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:

@@ -110,7 +110,7 @@ def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredRun:
-    """The result of `restore_run`."""
+    """The report of a resume: why it is not bit-exact, missing state, changed code and its event fields."""
 
     reasons: list[str]
     """The reasons why the run is not bit-exact from here on; empty if it is."""
@@ -215,7 +215,7 @@ def _hyperparameter_changes(snapshot: Snapshot, run: "RunContext") -> tuple[Mapp
 
 def _structure_error(error: Exception) -> WhetError:
     got = f"{type(error).__name__} {error}"
-    return WhetError("the checkpoint's progress has another structure", got=got, try_=MOVE_CHECKPOINT)
+    return WhetError("the checkpoint's progress has an unknown structure", got=got, try_=MOVE_CHECKPOINT)
 
 
 def _data_changes(saved: CheckpointInfo, now: Mapping[str, Any], allow: Collection[str]) -> list[str]:

@@ -131,10 +131,10 @@ def check_plan_fits(given: Plan, ours: Plan) -> None:
     changed = _plan_changes(given, ours)
     if given.workload.global_batch_size != ours.workload.global_batch_size:
         batches = f"global_batch_size {given.workload.global_batch_size}"
-        changed = f"{batches}; this training has {ours.workload.global_batch_size}"
+        changed = f"{batches}; this run has {ours.workload.global_batch_size}"
     if changed is not None:
         raise UsageError(
-            "the plan was made for another workload or machine", got=changed, try_="whet.tune(...) here, or no plan"
+            "the plan was made for a different workload or machine", got=changed, try_="whet.tune(...) here, or no plan"
         )
 
 
@@ -151,13 +151,15 @@ def check_unchanged(
         if key not in GROWABLE_KEYS:
             requested_text, saved_text = _differences(key, now, before)
             raise UsageError(
-                f"{where} was started with another {key}",
+                f"{where} was started with a different {key}",
                 got=f"{requested_text}; the run has {saved_text}",
                 try_=f"{saved_text} to resume, or another run folder for a new run" + _allow_hint(key),
             )
         if not _has_grown(before, now):
             raise UsageError(
-                f"{key} may only grow", got=f"{key}={now}; {where} has {key}={before}", try_="another run folder"
+                f"{key} may only be increased",
+                got=f"{key}={now}; {where} has {key}={before}",
+                try_="another run folder",
             )
 
 

@@ -338,7 +338,7 @@ def _own_callbacks(run: RunContext) -> list[Callback]:
         *([CheckpointSchedule(checkpointer, run.log, run.group)] if checkpointer is not None else []),
         *([EarlyStopping(training.patience)] if training.patience is not None else []),
         GarbageCollection(),
-        *([DeviceCache()] if run.plan.empty_cache == "as needed" else []),
+        *([DeviceCache()] if run.plan.empty_cache == "on" else []),
         CoreContention(),
         KeepAwake(),
         run.stop_signals,

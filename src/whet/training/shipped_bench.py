@@ -47,7 +47,7 @@ class NotShippedError(WhetError):
     """Raised if the training run cannot be measured in another process. `reason` explains why."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__("the training cannot be sent to another process", got=reason, try_="measure=False")
+        super().__init__("the run cannot be sent to another process", got=reason, try_="measure=False")
         self.reason = reason
 
 
@@ -157,7 +157,7 @@ def _shippable(training: TrainingConfig, plan: Plan) -> TrainingConfig:
     return training.model_copy(update=changes)
 
 
-# --- the message ------------------------------------------------------------------------------------------------------
+# --- serialization ----------------------------------------------------------------------------------------------------
 
 
 def pack(shipped: ShippedTraining, *, max_bytes: int | None = None) -> list[bytes]:

@@ -98,7 +98,7 @@ def fallbacks(result: ModelCheckResult, steppers: Sequence[Stepper], plan: Plan)
 
 
 def _make_weights_contiguous(steppers: Sequence[Stepper]) -> AbstractContextManager[object]:
-    # Nothing has to be undone: the values of the weights are unchanged.
+    # This fallback is not undone, because it leaves the values of the weights unchanged.
     for stepper in steppers:
         make_contiguous(stepper.model, stepper.optimizer)
     return nullcontext()
@@ -194,7 +194,7 @@ class StartChecks:
                     cache.store_verified(key, str(parity))
                 self._log(f"compiled: {problem or parity}", start=start, step=step, error=error)
                 return plan
-        reason = str(parity) if is_unusable else "on another rank it computes something else, or is not compiled"
+        reason = str(parity) if is_unusable else "its results differ on another rank, or it is not compiled there"
         error = parity.error if parity is not None and math.isfinite(parity.error) else None
         self._log(f"not compiled: {reason}", start=start, step=step, error=error, **self._eager_since(step))
         return uncompiled_plan(plan, reason=reason, step=step)
@@ -235,7 +235,7 @@ class StartChecks:
                 )
                 self._log(f"unpadded: {agreed}", start=start, step=step, error=None)
                 return plan
-        reason = reason or "on another rank it computes something else"
+        reason = reason or "its results differ on another rank"
         self._log(f"padding is computed: {reason}", start=start, step=step, error=None)
         evidence = {"requested": plan.lengths, "step": step}
         return with_runtime_changes(plan, {"lengths": MeasuredSetting(value="fixed", reason=reason, evidence=evidence)})
@@ -280,7 +280,7 @@ class StartChecks:
                 hints.append("causal_mask=explicit instead of the causal_mask=flag that you asked for")
             hints.append("a causal mask in every layer that mixes positions")
         else:
-            what = "the model computes something else on this device"
+            what = "the model computes different results on this device"
             hints.append("whet compare finds the operator")
         if moved_from is not None:
             hints.append(f"--device {moved_from} to resume there")

@@ -134,7 +134,7 @@ class LocalStepBench:
         for device in self._floors:
             open_device(str(device)).device.memory.empty_cache()
 
-    # --- the interface of a search -----------------------------------------------------------------------------------
+    # --- interface for a search --------------------------------------------------------------------------------------
 
     def clock(self) -> float:
         return time.perf_counter()
@@ -205,7 +205,7 @@ class LocalStepBench:
             prepared.capture(seconds=seconds - prepared.preparation_seconds)
         return prepared
 
-    # --- for a bench in another process ------------------------------------------------------------------------------
+    # --- interface for a bench in another process --------------------------------------------------------------------
 
     def first_loss(self) -> float:
         """Return the loss of the first micro-batch under the plan from rules, without compiling or updating.
@@ -227,7 +227,7 @@ class LocalStepBench:
             return float(mean_loss(returned).detach())
 
     def record(self) -> tuple[RecordedBatches, float]:
-        """Return the batches that the steps cycle through, and the seconds that it takes to read one of them."""
+        """Return the batches that the timed steps cycle through, and the seconds for reading one batch."""
         source, seconds = self._source(self.plan), []
         workload, num_batches = self.plan.workload, NUM_BATCHES
         if workload.sample_bytes:
@@ -240,7 +240,7 @@ class LocalStepBench:
             before = time.perf_counter()
         return source.record(batches), 0.0 if source.is_in_memory else median(seconds)
 
-    # --- for prepared steps ------------------------------------------------------------------------------------------
+    # --- interface for prepared steps --------------------------------------------------------------------------------
 
     def batch(self, index: int) -> GlobalBatch:
         return self._batches[index % len(self._batches)]
@@ -265,7 +265,7 @@ class LocalStepBench:
             yield
 
     def floor(self, device: AbstractDevice) -> int:
-        """Return the bytes that were in use on a device before the model was moved there."""
+        """Return the bytes that were in use on a device before the model was moved to it."""
         place = device.torch_device
         if place not in self._floors:
             own = sum(tensor.nbytes for _, tensor in named_tensors(self.model) if tensor.device.type == place.type)

@@ -282,7 +282,7 @@ def _measure(
 
 
 def report_unmeasured(config: RunConfig) -> None:
-    """Report what a measurement could try, if a new run with measure=False is long enough to benefit from one."""
+    """Report the settings that a measurement could try, if a new run with measure=False is long enough to benefit."""
     is_new = config.plan is None and not run_exists(config.path) and intercept.active() is None
     if not is_new or not current_group().is_single_process or not is_rereadable(config.data):
         return
@@ -300,7 +300,7 @@ _GAINS = {
 
 
 def untried_note(plan: Plan) -> str:
-    """Return what a measurement could try on this device, with the gains measured on similar devices."""
+    """Describe the settings that a measurement could try on this device, with gains measured on similar devices."""
     tried = {"precision": "bf16", "layout": "channels_last", "compile": "compile"}
     open_settings = {
         about: word

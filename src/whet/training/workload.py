@@ -93,7 +93,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def layer_kinds(model: nn.Module) -> tuple[str, ...]:
-    """Return the kinds of layers in a model."""
+    """Return the kinds of layers in a model that affect the plan."""
     return tuple(name for name, kinds in _LAYERS.items() if any(isinstance(m, kinds) for m in model.modules()))
 
 
@@ -134,7 +134,7 @@ def count_flops(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device:
 
 @contextmanager
 def preserve_loss_modules(loss: MicroLoss, model: nn.Module) -> Iterator[None]:
-    """Restore modules other than the model that a loss refers to, such as a criterion with running statistics."""
+    """Restore modules that a loss refers to besides the model, such as a criterion with running statistics."""
     known = set(model.modules())
     with ExitStack() as stack:
         for module in _used_modules(loss, depth=3):

@@ -92,7 +92,10 @@ class StateWalk:
     """Whether any visited function uses `tell` or `seek`."""
 
     def walk(self, value: Any, name: str, depth: int = 0) -> None:
-        """Record a value and everything that it reaches. `name` is an expression in the user's terms."""
+        """Record a value and all objects reachable from it.
+
+        `name` is a Python expression that the user would recognize.
+        """
         if depth > _MAX_DEPTH or len(self.visited) + len(self.digests) > _MAX_OBJECTS:
             self.partial[_outermost(name)] = None
             return
@@ -114,7 +117,7 @@ class StateWalk:
                 # An instance of a subclass may also have attributes.
                 parts += self._object_parts(value, name)
         except ReferenceError:
-            # The object behind this weak proxy no longer exists.
+            # This is a weak proxy, and the object behind it no longer exists.
             return
         except Exception:
             # For example a container that reads a closed file, or an attribute that raises.

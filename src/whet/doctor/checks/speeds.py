@@ -42,7 +42,7 @@ def time_interleaved(calls: Mapping[str, tuple[AbstractDevice, Callable[[], obje
 
 
 def _best_of_few(device: AbstractDevice, call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of a few warm calls. The minimum is robust against other load."""
+    """Return the time of the fastest of a few calls after warm-up. The minimum is least affected by other load."""
     call()
     seconds = []
     for _ in range(4):
@@ -55,7 +55,7 @@ def _best_of_few(device: AbstractDevice, call: Callable[[], object]) -> float:
 
 
 def _spread(seconds: list[float]) -> float:
-    """Return half the interquartile range, divided by the median."""
+    """Return half of the interquartile range relative to the median."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / 2 / middle
 

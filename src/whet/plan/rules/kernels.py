@@ -199,7 +199,7 @@ def choose_threads(context: RuleContext) -> Decision:
     chosen = context.system_state.environment.wait_variable
     if chosen is None or context.device_type != "cpu":
         return decision
-    return replace(decision, reason=f"{decision.reason}; they wait as your {chosen} says")
+    return replace(decision, reason=f"{decision.reason}; they wait as set by {chosen}")
 
 
 def _choose_num_threads(context: RuleContext) -> Decision:

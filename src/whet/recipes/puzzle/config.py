@@ -89,7 +89,7 @@ class PuzzleArch(BaseModel):
 
 
 class PuzzleConfig(CommonConfig):
-    """Options of the puzzle recipe: the common options, and those of the data and the model."""
+    """Options of the puzzle recipe: the common options, and options of the data and the model."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "global_batch_size": 64,

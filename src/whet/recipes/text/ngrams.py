@@ -155,7 +155,7 @@ class NgramClassifier(nn.Module):
         self.register_buffer("scale", torch.tensor(strengths).sqrt())
 
     def forward(self, tokens: Padded | Packed) -> Tensor:
-        """Return the logits, (B, C)."""
+        """Return the class logits, (B, C), for a batch of encoded n-grams."""
         layout = token_layout(tokens)
         padded = layout.to_padded(tokens.values) * layout.is_real
         ids, counts = padded // MAX_COUNT, padded % MAX_COUNT + 1

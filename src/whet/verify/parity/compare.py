@@ -93,7 +93,7 @@ def _record_steps(replicas: ReplicaFactory, device: AbstractDevice) -> list[dict
         return steps
 
 
-# --- the whole comparison ---------------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 class ParityResult(FrozenModel):

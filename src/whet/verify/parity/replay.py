@@ -125,7 +125,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrongOperatorCall:
-    """An operator call whose result differs from the CPU, with everything that is needed to repeat it."""
+    """An operator call whose result differs from the CPU, with its arguments, so that it can be repeated."""
 
     func: Any
     args: tuple[Any, ...]

@@ -151,7 +151,7 @@ export function plannedPart(report) {
   return section(
     "planned",
     "Planned vs. actual",
-    "What was planned before the first step, and how it turned out.",
+    "Figures planned before the first step, and the actual ones.",
     el(
       "div",
       { class: "card" },
