@@ -7,7 +7,7 @@ from types import MappingProxyType
 from whet.autotune.step_bench import Settings
 from whet.plan.kernel_support import has_norm_kernels, norm_kernel_reason, supports_unpadded_attention
 from whet.plan.memory import predict_memory
-from whet.plan.plan import Plan, make_plan
+from whet.plan.plan import Plan, make_plan_again
 from whet.plan.setting import MeasuredSetting, Scalar
 from whet.plan.values import DECLARED
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
@@ -42,14 +42,7 @@ def plan_with(plan: Plan, settings: Settings) -> Plan:
     Overrides are kept, and the rules decide all other settings again.
     """
     tried = {name: MeasuredSetting(value=value, reason="tried", evidence={}) for name, value in settings.items()}
-    return make_plan(
-        plan.machine,
-        plan.workload,
-        overrides=plan.overrides,
-        measured={**plan.measured, **tried},
-        system_state=plan.system_state,
-        trials=plan.trials,
-    )
+    return make_plan_again(plan, measured={**plan.measured, **tried})
 
 
 def predicted_bytes(plan: Plan, settings: Settings) -> int | None:

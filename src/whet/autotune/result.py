@@ -10,7 +10,7 @@ from whet.autotune.paired_timing import PairedTiming
 from whet.autotune.statistics import SpeedupEstimate, is_slower
 from whet.base.model import FrozenModel
 from whet.base.units import format_bytes, format_percent, format_seconds
-from whet.plan.plan import Plan, make_plan
+from whet.plan.plan import Plan, make_plan_again
 from whet.plan.render import format_value
 from whet.plan.setting import Evidence, MeasuredSetting, Scalar, TuneTrial
 
@@ -74,14 +74,7 @@ class TuningResult(FrozenModel):
 
     def applied_to(self, plan: Plan) -> Plan:
         """Return the plan with the measured settings, and with the trials as their evidence."""
-        return make_plan(
-            plan.machine,
-            plan.workload,
-            overrides=plan.overrides,
-            measured=self.measured,
-            system_state=plan.system_state,
-            trials=self.trials,
-        )
+        return make_plan_again(plan, measured=self.measured, trials=self.trials)
 
 
 # --- Evidence --------------------------------------------------------------------------------------------------------

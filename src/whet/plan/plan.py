@@ -105,16 +105,28 @@ def make_plan(
     )
 
 
-def override(plan: Plan, overrides: Mapping[str, Scalar]) -> Plan:
-    """Return the plan with additional overrides. The rules decide the settings that depend on them again."""
+def make_plan_again(
+    plan: Plan,
+    *,
+    workload: Workload | None = None,
+    overrides: Mapping[str, Scalar] | None = None,
+    measured: Mapping[str, MeasuredSetting] | None = None,
+    trials: tuple[TuneTrial, ...] | None = None,
+) -> Plan:
+    """Make a plan from the inputs of another one, except for those that are given."""
     return make_plan(
         plan.machine,
-        plan.workload,
-        overrides={**plan.overrides, **overrides},
-        measured=plan.measured,
+        plan.workload if workload is None else workload,
+        overrides=plan.overrides if overrides is None else overrides,
+        measured=plan.measured if measured is None else measured,
         system_state=plan.system_state,
-        trials=plan.trials,
+        trials=plan.trials if trials is None else trials,
     )
+
+
+def override(plan: Plan, overrides: Mapping[str, Scalar]) -> Plan:
+    """Return the plan with more overrides. Settings that depend on them are decided again."""
+    return make_plan_again(plan, overrides={**plan.overrides, **overrides})
 
 
 def with_more_facts(plan: Plan, facts: Mapping[str, Any], *, is_started: bool) -> Plan:
@@ -127,14 +139,7 @@ def with_more_facts(plan: Plan, facts: Mapping[str, Any], *, is_started: bool) -
     if workload.whole_batch_reason is not None:
         # It was measured with another loss, or before it was known that the batch must not be split.
         measured.pop("micro_batch", None)
-    decided = make_plan(
-        plan.machine,
-        workload,
-        overrides=plan.overrides,
-        measured=measured,
-        system_state=plan.system_state,
-        trials=plan.trials,
-    )
+    decided = make_plan_again(plan, workload=workload, measured=measured)
     names = ("micro_batch",) if is_started else names_of(lambda setting: setting.depends_on_samples)
     settings = {**plan.settings, **{name: decided.settings[name] for name in names}}
     return keep_runtime_changes(decided.model_copy(update={"settings": settings}), earlier=plan)

@@ -30,7 +30,7 @@ from whet.device.contention import watch_contention
 from whet.device.cpu import preserve_num_threads
 from whet.device.open import open_device
 from whet.device.rng import preserve_rng, seed_everything
-from whet.plan.plan import Plan, make_plan
+from whet.plan.plan import Plan, make_plan_again
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.step.apply_plan import (
@@ -385,8 +385,7 @@ class LocalStepBench:
             self._use_workload(workload.model_copy(update={"layers": (*workload.layers, "sdpa")}))
 
     def _use_workload(self, workload: Workload) -> None:
-        plan = self.plan
-        self.plan = make_plan(plan.machine, workload, overrides=plan.overrides, system_state=plan.system_state)
+        self.plan = make_plan_again(self.plan, workload=workload, measured={}, trials=())
 
     def _close_sources(self) -> None:
         for source in self._sources.values():

@@ -19,7 +19,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.units import format_seconds
 from whet.config.options import SchedulerObject
 from whet.distributed.group import current_group
-from whet.plan.plan import Plan, make_plan, with_auto_batch
+from whet.plan.plan import Plan, make_plan_again, with_auto_batch
 from whet.plan.setting import Scalar
 from whet.plan.values import names_of
 from whet.plan.workload import Workload
@@ -213,16 +213,7 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
     fixed = ("device", *names_of(lambda setting: setting.is_data))
     measured = {name: value for name, value in plan.measured.items() if name not in fixed}
     if plan.device == run.plan.device and measured:
-        run.replan(
-            make_plan(
-                run.plan.machine,
-                plan.workload,
-                overrides=run.plan.overrides,
-                measured=measured,
-                system_state=run.plan.system_state,
-                trials=plan.trials,
-            )
-        )
+        run.replan(make_plan_again(run.plan, workload=plan.workload, measured=measured, trials=plan.trials))
 
 
 def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> Plan | None:
