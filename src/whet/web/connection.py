@@ -23,8 +23,6 @@ class ConnectionMonitor:
 
     def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
-        self.num_closed = 0
-        """Number of clients disconnected so far."""
         self._open: dict[MonitoredConnection, None] = {}
         self._is_checking = False
 
@@ -51,7 +49,6 @@ class ConnectionMonitor:
 
     def disconnect(self, connection: "MonitoredConnection") -> None:
         """Close a connection immediately, discarding unsent data."""
-        self.num_closed += 1
         self.remove(connection)
         connection.transport.abort()
 
