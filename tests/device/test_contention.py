@@ -125,7 +125,7 @@ def reported(monkeypatch: pytest.MonkeyPatch, *, kind: str = "cpu", threads: int
     monkeypatch.setattr(contention, "_active", watch)
     messages: list[str] = []
     run = SimpleNamespace(
-        device=SimpleNamespace(kind=kind),
+        device=SimpleNamespace(is_cpu=kind == "cpu"),
         plan=SimpleNamespace(threads=threads),
         log=SimpleNamespace(event=lambda kind, **fields: messages.append(fields["message"])),
         exit_stack=SimpleNamespace(enter_context=lambda context: context.__enter__()),
