@@ -63,13 +63,16 @@ class SearchContext:
             self.plans[key] = plan_with(self.rule_plan, settings)
         return self.plans[key]
 
-    def prepare(self, settings: Settings, *, seconds: float) -> PreparedSettings:
-        """Prepare settings, and record their peak memory. Raise ProbeFailedError on failure."""
+    def prepare(self, settings: Settings, *, seconds: float, may_extend: bool = True) -> PreparedSettings:
+        """Prepare settings, and record their peak memory. Raise ProbeFailedError on failure.
+
+        Compilation extends the budget unless `may_extend` is False.
+        """
         plan, started = self.plan_with(settings), self.bench.clock()
         try:
             prepared = self.bench.prepare(settings, seconds=seconds)
         finally:
-            if plan.compile != "off":
+            if plan.compile != "off" and may_extend:
                 self.budget.extend_for_compiling(self.bench.clock() - started)
         ready = PreparedSettings(settings=settings, plan=plan, prepared=prepared)
         self.record_memory(ready)
@@ -147,7 +150,9 @@ def run_trial(
         return record_trial(candidate.setting, settings, best, verdict, note, ready=ready, timing=timing, spent=spent)
 
     try:
-        ready = context.prepare(settings, seconds=prepare_seconds)
+        # Only the first compilation has its own time. Settings that compile again use what is left of the search.
+        may_extend = candidate.setting == "compile" or context.rule_plan.compile != "off"
+        ready = context.prepare(settings, seconds=prepare_seconds, may_extend=may_extend)
     except ProbeFailedError as error:
         if error.kind == "timeout":
             usual = best.prepared.preparation_seconds
