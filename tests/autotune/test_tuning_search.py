@@ -467,6 +467,39 @@ def test_simulated_compiled_code_that_differs_is_not_used() -> None:
     assert "differs from the eager model" in next(t.note for t in actual.trials if t.verdict == "failed")
 
 
+def test_simulated_compiled_code_without_time_for_its_check_is_not_a_failure() -> None:
+    """The check takes longer than everything else. The process is killed, and the next search does not wait a month."""
+    bench = SimulatedStepBench(
+        GPU_PLAN, faster_compiled, noise=gaussian(0.01), check_seconds=400.0, recovery_seconds=2.0
+    )
+    actual = search(GPU_PLAN, bench, budget_seconds=60, compile_seconds=30)
+    assert "failed" not in of(actual, "compile")
+    assert of(actual, "compile")[0] == "not checked"
+    assert actual.settings.get("compile", "off") == "off"
+    assert "2.00x as fast, but not checked in time, staying eager" in actual.measured["compile"].reason
+    assert not actual.is_complete
+    assert bench.now <= 1.1 * 90
+
+
+def test_simulated_compiled_code_has_time_reserved_for_its_check() -> None:
+    """Timed pairs end early enough. Without a reserve they take the time that the check needs."""
+    fixed = {name: GPU_PLAN.settings[name].value for name in ABOUT if name in GPU_PLAN.settings and name != "compile"}
+    plan = make_plan(load_machine("h200"), TEXT, overrides=fixed)
+    verdicts = []
+    for seed in range(5):
+        bench = SimulatedStepBench(
+            plan,
+            lambda plan: 0.5 if plan.compile == "on" else 0.55,
+            preparation=lambda plan: 12.0 if plan.compile != "off" else 0.2,
+            noise=gaussian(0.03),
+            check_seconds=6.0,
+            seed=seed,
+        )
+        verdicts += of(search(plan, bench, budget_seconds=50, seed=seed), "compile")[:1]
+    assert "not checked" not in verdicts
+    assert "faster" in verdicts
+
+
 def test_simulated_blocks_that_lost_are_not_compiled_again() -> None:
     def seconds(plan: Plan) -> float:
         kernels = 0.7 if plan.optimizer_kernels == "foreach" else 1.0

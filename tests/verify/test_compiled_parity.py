@@ -543,7 +543,7 @@ def test_wrong_compiled_model_wins_no_measurement(monkeypatch: pytest.MonkeyPatc
     with rig_of(made(act=Planted(lambda x: x * 1.1 if is_wrong else x))) as rig:
         prepared = rig.prepare({"compile": "on"}, seconds=60.0)
         with pytest.raises(ProbeFailedError, match="differs from the eager model") if is_wrong else nullcontext():
-            prepared.check()
+            prepared.check(seconds=60.0)
         prepared.close()
 
 
@@ -750,4 +750,4 @@ def test_model_without_a_graph_wins_no_measurement() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     with rig_of(Unfollowed()) as rig, pytest.raises(ProbeFailedError, match="produced no graph"):
-        rig.prepare({"compile": "on"}, seconds=60.0).check()
+        rig.prepare({"compile": "on"}, seconds=60.0).check(seconds=60.0)

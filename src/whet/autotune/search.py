@@ -17,7 +17,15 @@ from whet.autotune.step_bench import (
     Settings,
     StepBench,
 )
-from whet.autotune.trial import PreparedSettings, SearchContext, break_even, record_trial, rule_out, run_trial
+from whet.autotune.trial import (
+    PreparedSettings,
+    SearchContext,
+    break_even,
+    check_seconds,
+    record_trial,
+    rule_out,
+    run_trial,
+)
 from whet.base.units import format_seconds
 from whet.plan.plan import Plan
 from whet.plan.render import format_value
@@ -244,11 +252,12 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
         expected = max(expected, best.prepared.preparation_seconds)
     if candidate.setting == "compile":
         left += context.budget.compile_seconds
-    if left < expected + 6 * best.prepared.step_seconds:
+    checking = check_seconds(best, candidate)
+    if left < expected + checking + 6 * best.prepared.step_seconds:
         state.skipped.append(candidate)
         return
     is_first = candidate.setting == "compile" and not any(trial.setting == "compile" for trial in state.trials)
-    prepare_seconds = _FIRST_COMPILE_SHARE * left if is_first else left
+    prepare_seconds = min(left - checking, _FIRST_COMPILE_SHARE * left if is_first else left)
     if candidate.setting not in _SLOW_TO_PREPARE:
         usual = 3 * base.preparation_seconds + _PATIENT_STEPS * best.prepared.step_seconds
         least = _MIN_PREPARE_SECONDS if device_kind(best.plan) == "cpu" else _MIN_PREPARE_SECONDS_GPU
@@ -363,7 +372,8 @@ def _result(
 
 def _lacked_time_to_compile(state: _SearchState) -> bool:
     """Return whether a later search could finish the compilation, because the compiled code is cached."""
-    is_cut_off = any(trial.setting == "compile" and trial.verdict == "cut off" for trial in state.trials)
+    late = ("cut off", "not checked")
+    is_cut_off = any(trial.setting == "compile" and trial.verdict in late for trial in state.trials)
     return is_cut_off or any(candidate.setting == "compile" for candidate in state.skipped)
 
 
