@@ -222,7 +222,10 @@ def _judge(
     if not cost.pays:
         return "not worth it", cost.describe(candidate.setting), timing
     # These comparisons are expensive, so make them only for winners.
-    if candidate.setting == "compile" and (problem := _compile_objection(context, ready, timing, until=until)) is not None:
+    if (
+        candidate.setting == "compile"
+        and (problem := _compile_objection(context, ready, timing, until=until)) is not None
+    ):
         return problem[0], f"{name}: {problem[1]}", timing
     objection = _precision_objection(context, ready, candidate, until=until)
     if objection is not None:

@@ -20,7 +20,12 @@ FALLBACK, HIGH, LOW = MPS_FALLBACK, MPS_HIGH_WATERMARK, MPS_LOW_WATERMARK
 _TORCH_WATERMARKS = dict(zip((HIGH, LOW), TORCH_WATERMARKS, strict=True))
 _MAX_RATIO = 2.0
 _COMPILER_PREFIXES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "TORCHDYNAMO_", "TRITON_")
-_COMPILER_CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config", "torch.compiler.config")
+_COMPILER_CONFIGS = (
+    "torch._dynamo.config",
+    "torch._inductor.config",
+    "torch._functorch.config",
+    "torch.compiler.config",
+)
 # Where compiled code is cached does not change it, and whet sets these variables itself.
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _MAX_GPUS = 64
