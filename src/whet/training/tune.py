@@ -193,9 +193,12 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
     Its device and data stay the same.
     """
     config = run.config
-    if not (config.is_custom_loop and config.measure and run.is_new and run.state.step == 0 and config.plan is None):
+    if not (config.is_custom_loop and run.is_new and run.state.step == 0 and config.plan is None):
         return
     if intercept.active() is not None or not run.group.is_single_process:
+        return
+    if not config.measure:
+        _advise(config)
         return
     if config.optimizers.others:
         run.log.event("plan", step=0, message="not measured: only the steps of a single optimizer are")
@@ -206,6 +209,9 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
     def watch(kind: str, fields: dict[str, Any]) -> None:
         if kind == "measuring" and run.is_stop_requested:
             raise WhetError("the measurement was stopped", got="a stop was requested")
+        if kind == "estimate" and fields.get("untried"):
+            # The header with the time has been printed already.
+            kind, fields = "tuning", {"message": f"not measured: {fields['message']}"}
         emit_event(config.on_event, kind, fields)
 
     plan = tuned_plan(replace(config, on_event=watch), loss)
@@ -267,7 +273,10 @@ def _measure(
         is_too_short = budget < MIN_BUDGET_SECONDS
         more = untried_note(plan) if seconds >= _MIN_SECONDS_TO_ADVISE else ""
         why_not = f", too short to measure which settings are fastest{more}" if is_too_short else ""
-        emit_event(config.on_event, "estimate", {"seconds": seconds, "message": f"{length}{why_not}"})
+        untried = is_too_short and bool(more)
+        emit_event(
+            config.on_event, "estimate", {"seconds": seconds, "message": f"{length}{why_not}", "untried": untried}
+        )
         if is_too_short:
             return None
         compile_budget = compile_budget_seconds(seconds) if budget >= _MIN_SHIPPING_SECONDS else 0.0
@@ -284,7 +293,12 @@ def _measure(
 def report_unmeasured(config: RunConfig) -> None:
     """Report what a measurement could try, if a new run with measure=False is long enough to benefit from one."""
     is_new = config.plan is None and not run_exists(config.path) and intercept.active() is None
-    if not is_new or not current_group().is_single_process or not is_rereadable(config.data):
+    if is_new and current_group().is_single_process:
+        _advise(config)
+
+
+def _advise(config: RunConfig) -> None:
+    if not is_rereadable(config.data):
         return
     plan = plan_from_rules(config)
     if (plan.workload.num_steps or 0) >= _MIN_STEPS_TO_ADVISE and (more := untried_note(plan)):
