@@ -14,6 +14,7 @@ from whet.autotune import cache
 from whet.autotune.candidates import candidates, device_kind
 from whet.autotune.result import TuningResult, budget_seconds, compile_budget_seconds
 from whet.autotune.search import search
+from whet.autotune.statistics import steps_per_visit
 from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, StepBench, TuningProgress
 from whet.base.errors import UsageError, WhetError
 from whet.base.units import format_seconds
@@ -52,10 +53,11 @@ _MAX_START_SHARE = 1 / 4
 """Maximum fraction of the budget for starting another process. Beyond it, this process measures instead."""
 _MIN_SEARCH_SHARE = 1 / 2
 """Minimum fraction of a budget that remains for the search, however long the process takes to start."""
-_TIMED_STEPS, _MAX_TIMED_STEPS, _TIMED_SECONDS = 5, 200, 0.3
-"""Minimum and maximum number of steps to time when estimating the length of a run, and their minimum total seconds.
+_TIMED_VISITS, _TIMED_SECONDS = 5, 0.3
+"""Minimum number of visits to time when estimating the length of a run, and their minimum total seconds.
 
-Five steps of a tiny model take a millisecond, in which one interruption would decide the estimate.
+A visit is one step, or as many steps of a tiny model as take 20 ms. Pauses of a busy core hit few of such steps and still
+take much of their time, so leaving out the slowest steps would leave out the pauses.
 """
 _SILENT_SECONDS = 1.0
 """Progress of the timed steps is reported after this many seconds."""
@@ -398,13 +400,16 @@ def _time_steps(bench: LocalStepBench, on_event: EventHandler | None) -> tuple[f
     """Return the seconds that the plan from rules takes to prepare and the seconds per step."""
     start = bench.clock()
     prepared = bench.prepare({}, seconds=MIN_BUDGET_SECONDS)
-    times: list[float] = []
-    while len(times) < _TIMED_STEPS or (sum(times) < _TIMED_SECONDS and len(times) < _MAX_TIMED_STEPS):
+    visits: list[float] = []
+    steps = steps_per_visit(prepared.step_seconds)
+    while len(visits) < _TIMED_VISITS or steps * sum(visits) < _TIMED_SECONDS:
+        num_done = steps * len(visits)
         # Steps of a large model take seconds each, and nothing else is printed in the meantime.
         if bench.clock() - start >= _SILENT_SECONDS:
-            emit_event(on_event, "measuring", {"message": f"timing steps before the start, {len(times)} done"})
-        times.append(prepared.step(len(times)))
+            emit_event(on_event, "measuring", {"message": f"timing steps before the start, {num_done} done"})
+        # A coarse clock may report zero.
+        visits.append(max(sum(prepared.step(num_done + index) for index in range(steps)) / steps, 1e-6))
     prepared.close()
     # Leave out the slowest quarter: the first steps warm up, and other programs interrupt some of them.
-    usual = sorted(times)[: math.ceil(0.75 * len(times))]
+    usual = sorted(visits)[: math.ceil(0.75 * len(visits))]
     return prepared.preparation_seconds, sum(usual) / len(usual)
