@@ -30,13 +30,13 @@ UNTESTED = "\nStatements about MPS and Macs come from PyTorch's sources and issu
 
 SETTINGS = """# Settings of a plan
 
-A rule decides each setting from facts about the machine and the workload, in the order of the table, unless it was measured, is fixed by the
-environment, or was set by you ([how a plan is decided](../planning.md)). So a setting has no fixed default: its page says what
-the rule chooses, why, and when that is wrong.
+A rule decides each setting from facts about the machine and the workload, in the order of the table, unless it was
+measured, is fixed by the environment, or was set by you ([how a plan is decided](../planning.md)). So a setting has no
+fixed default: its page says what the rule chooses, why, and when that is wrong.
 
 - **See** the values of a run: `whet plan RUN`; one of them with its evidence: `whet plan RUN --why SETTING`.
-- **Set** one: `SETTING=VALUE` after `whet train RECIPE`, or `overrides={"SETTING": VALUE}` in `whet.train` and `whet.Session`. A few
-  can be set from Python only; the [keys](../keys.md) list those of the command line.
+- **Set** one: `SETTING=VALUE` after `whet train RECIPE`, or `overrides={"SETTING": VALUE}` in `whet.train` and
+  `whet.Session`. A few can be set from Python only; the [keys](../keys.md) list those of the command line.
 
 """
 BENCH = "# Results of benchmarks\n\nEach with its command and machine. Summary: [benchmarks.md](../benchmarks.md).\n\n"

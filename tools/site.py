@@ -83,6 +83,9 @@ def relink(text: str, source: Path, places: dict[Path, Path]) -> str:
             if not (ROOT / path).exists():
                 raise SystemExit(f"error: {source} links to a file that does not exist\n  got: {target}")
             return label if label.startswith("`") else f"`{label}`"
+        if re.fullmatch(r"[\w./-]+\.md", label):
+            # GitHub shows files; the site shows pages by their titles.
+            label = page_title(ROOT / path)
         new = os.path.relpath(places[path], places[source].parent)
         return f"{image}[{label}]({new}{anchor})"
 
@@ -112,14 +115,18 @@ def notebook_page(text: str) -> str:
 
 
 def filled_nav(nav: list[dict[str, object]], pages: Path) -> list[dict[str, object]]:
-    """Replace folders ("rules/") by all their pages, the index first."""
+    """Replace folders ("rules/") by all their pages: the index first, then the others in the order of its links."""
     filled: list[dict[str, object]] = []
     for entry in nav:
         ((title, value),) = entry.items()
         if isinstance(value, list):
             value = filled_nav(value, pages)
         elif isinstance(value, str) and value.endswith("/"):
-            found = sorted((pages / value).rglob("*.md"), key=lambda path: (path.name != "index.md", path))
+            index = pages / value / "index.md"
+            inside = set(index.parent.rglob("*.md"))
+            linked = (index.parent / match[3] for match in LINK.finditer(index.read_text()))
+            found = list(dict.fromkeys([index, *(path for path in linked if path in inside)]))
+            found += sorted(inside - set(found))
             value = [{page_title(path): path.relative_to(pages).as_posix()} for path in found]
         filled.append({title: value})
     return filled

@@ -103,4 +103,6 @@ def test_links_to_code_keep_their_text(site: ModuleType) -> None:
     text = "[loop](../src/whet/training/loop.py), [GAN](../examples/gan.py), [this](#part), [web](https://example.com)"
     changed = site.relink(text, Path("docs/a.md"), places)
     assert changed == "`loop`, [GAN](examples/gan.md), [this](#part), [web](https://example.com)"
+    places[Path("docs/goals.md")] = Path("goals.md")
+    assert site.relink("[goals.md](goals.md)", Path("docs/a.md"), places) == "[Goals and early stopping](goals.md)"
     assert site.for_python_markdown("Text:\n- one\n- two\n") == "Text:\n\n- one\n- two\n"
