@@ -26,11 +26,7 @@ class TwoViews(Dataset):
         return {"first": point + 0.3 * torch.randn(16), "second": point + 0.3 * torch.randn(16)}
 
 
-torch.manual_seed(0)
-encoder = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
-
-
-def info_nce(batch):
+def info_nce(encoder, batch):
     """Return the InfoNCE loss: the second view of a sample must be closer to its first view than those of others."""
     first = nn.functional.normalize(encoder(batch["first"]), dim=1)
     second = nn.functional.normalize(encoder(batch["second"]), dim=1)
@@ -43,16 +39,24 @@ def info_nce(batch):
     }
 
 
-result = whet.train(
-    encoder,
-    DataLoader(TwoViews(512), batch_size=64, shuffle=True, drop_last=True),
-    loss=info_nce,
-    optimizer=torch.optim.AdamW(encoder.parameters(), lr=3e-3),
-    # With half of a batch there are half as many others to tell apart: another loss. If memory is short, whet computes
-    # activations again instead of splitting the batch.
-    split_batch=False,
-    epochs=10,
-    run=sys.argv[1] if len(sys.argv) > 1 else "runs/contrastive",
-)
-report = whet.summarize(result.path)
-print(f"{result.reason}: loss {report.first_loss:.2f} -> {report.loss:.2f}")
+def main(run):
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+    result = whet.train(
+        encoder,
+        DataLoader(TwoViews(512), batch_size=64, shuffle=True, drop_last=True),
+        loss=lambda batch: info_nce(encoder, batch),
+        optimizer=torch.optim.AdamW(encoder.parameters(), lr=3e-3),
+        # With half of a batch there are half as many others to tell apart: another loss. If memory is short, whet computes
+        # activations again instead of splitting the batch.
+        split_batch=False,
+        epochs=10,
+        run=run,
+    )
+    report = whet.summarize(result.path)
+    print(f"{result.reason}: loss {report.first_loss:.2f} -> {report.loss:.2f}")
+
+
+# Data workers import this program where they are spawned, as on macOS: without this line each would train again.
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/contrastive")

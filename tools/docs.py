@@ -19,6 +19,7 @@ from keywords import keyword_files
 from whet.config.resolve import known_keys
 from whet.plan.rule import Rule
 from whet.plan.rules import ALL_RULES
+from whet.plan.values import DECLARED
 from whet.recipes.recipe import BUILT_IN, load_recipe
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -27,6 +28,17 @@ ALL_PAGES = "all-pages.md"
 """The place of docs/README.md on the site, where index.md is the README of the repository."""
 UNTESTED = "\nStatements about MPS and Macs come from PyTorch's sources and issues; they were not tested on a Mac.\n"
 
+SETTINGS = """# Settings of a plan
+
+A rule decides each setting from facts about the machine and the workload, in the order of the table, unless it was
+measured, is fixed by the environment, or was set by you ([how a plan is decided](../planning.md)). So a setting has no
+fixed default: its page says what the rule chooses, why, and when that is wrong.
+
+- **See** the values of a run: `whet plan RUN`; one of them with its evidence: `whet plan RUN --why SETTING`.
+- **Set** one: `SETTING=VALUE` after `whet train RECIPE`, or `overrides={"SETTING": VALUE}` in `whet.train` and
+  `whet.Session`. A few can be set from Python only; the [keys](../keys.md) list those of the command line.
+
+"""
 BENCH = "# Results of benchmarks\n\nEach with its command and machine. Summary: [benchmarks.md](../benchmarks.md).\n\n"
 CHOICES = "# Decisions and their reasons\n\nOne page for each decision that somebody might want to change.\n\n"
 GUIDES = "\nWhat public guides advise instead: [from-the-guides.md](../from-the-guides.md).\n"
@@ -92,10 +104,17 @@ def _sentence(text: str) -> str:
 
 
 def rules_index() -> str:
-    rows = [f"| [{rule.id}]({rule.id}-{rule.setting}.md) | `{rule.setting}` | {rule.what} |" for rule in ALL_RULES]
-    head = "# The rules of a plan\n\n"
-    head += "In the order in which they are applied; `whet plan RECIPE --why SETTING` prints the same.\n\n"
-    return head + "| rule | setting | decides |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+    """Return the reference of all settings: allowed values, what each decides, and its rule."""
+    rows = [
+        f"| `{rule.setting}` | {_values_text(rule.setting)} | {rule.what} | [{rule.id}]({rule.id}-{rule.setting}.md) |"
+        for rule in ALL_RULES
+    ]
+    return SETTINGS + "| setting | values | decides | rule |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
+
+
+def _values_text(setting: str) -> str:
+    values = DECLARED[setting].constraint.text
+    return values if " " in values.replace(" or ", "") else ", ".join(f"`{v}`" for v in values.split(" or "))
 
 
 def index_page(folder: str, head: str) -> str:

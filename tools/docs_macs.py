@@ -13,7 +13,7 @@ from whet.doctor.report import DoctorReport
 
 MAX_BYTES = 64_000
 
-_HEAD = """# Macs
+_HEAD = """# Send a doctor file
 
 whet was written without a Mac. A file from yours says what no simulation can: which operators are there, which
 results are wrong, whether a resumed run is exact, and how fast it is.

@@ -23,6 +23,7 @@ OUT = ROOT / "build" / "site"
 PROSE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 # A link or an image of Markdown: the text, the target without its anchor, the anchor.
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
+COMMANDS = ("python ", "whet ", "torchrun ")
 FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)
 
 
@@ -82,6 +83,9 @@ def relink(text: str, source: Path, places: dict[Path, Path]) -> str:
             if not (ROOT / path).exists():
                 raise SystemExit(f"error: {source} links to a file that does not exist\n  got: {target}")
             return label if label.startswith("`") else f"`{label}`"
+        if re.fullmatch(r"[\w./-]+\.md", label):
+            # GitHub shows files; the site shows pages by their titles.
+            label = page_title(ROOT / path)
         new = os.path.relpath(places[path], places[source].parent)
         return f"{image}[{label}]({new}{anchor})"
 
@@ -98,9 +102,9 @@ def program_page(source: Path, code: str) -> str:
     about, _, rest = code.partition('"""')[2].partition('"""')
     title, _, usage = about.partition("\n")
     lines = usage.splitlines()
-    commands = "".join(f"\n```console\n$ {line}\n```\n" for line in lines if line.startswith("python "))
-    prose = "\n".join(line for line in lines if not line.startswith("python ")).strip()
-    return f"# {source.stem}\n\n{title}\n\n{prose}\n{commands}\n```python\n{rest.strip()}\n```\n"
+    commands = "".join(f"$ {line}\n" for line in lines if line.startswith(COMMANDS))
+    prose = "\n".join(line for line in lines if not line.startswith(COMMANDS)).strip()
+    return f"# {source.stem}\n\n{title}\n\n{prose}\n\n```console\n{commands}```\n\n```python\n{rest.strip()}\n```\n"
 
 
 def notebook_page(text: str) -> str:
@@ -111,14 +115,18 @@ def notebook_page(text: str) -> str:
 
 
 def filled_nav(nav: list[dict[str, object]], pages: Path) -> list[dict[str, object]]:
-    """Replace folders ("rules/") by all their pages, the index first."""
+    """Replace folders ("rules/") by all their pages: the index first, then the others in the order of its links."""
     filled: list[dict[str, object]] = []
     for entry in nav:
         ((title, value),) = entry.items()
         if isinstance(value, list):
             value = filled_nav(value, pages)
         elif isinstance(value, str) and value.endswith("/"):
-            found = sorted((pages / value).rglob("*.md"), key=lambda path: (path.name != "index.md", path))
+            index = pages / value / "index.md"
+            inside = set(index.parent.rglob("*.md"))
+            linked = (index.parent / match[3] for match in LINK.finditer(index.read_text()))
+            found = list(dict.fromkeys([index, *(path for path in linked if path in inside)]))
+            found += sorted(inside - set(found))
             value = [{page_title(path): path.relative_to(pages).as_posix()} for path in found]
         filled.append({title: value})
     return filled
@@ -129,6 +137,18 @@ def page_title(path: Path) -> str:
     if match is None:
         raise SystemExit(f"error: a page has no title\n  got: {path.name}\n  try: begin it with '# Title'")
     return match[1].replace("`", "")
+
+
+def wrong_titles(nav: list[dict[str, object]], pages: Path) -> Iterator[str]:
+    """Yield the pages whose title is another than in the order of pages. The first page is the README."""
+    for entry in nav:
+        for title, value in entry.items():
+            if isinstance(value, list):
+                yield from wrong_titles(value, pages)
+            elif value != "index.md" and (pages / str(value)).exists():
+                found = page_title(pages / str(value))
+                if found != title:
+                    yield f"{value}: the title is {found!r}, and {title!r} in docs/zensical.toml"
 
 
 def nav_pages(nav: list[dict[str, object]]) -> Iterator[str]:
@@ -203,6 +223,7 @@ def build(out: Path) -> list[str]:
     faults += [f"{name}: no such page" for name in listed if not (pages / name).exists()]
     written = {path.relative_to(pages).as_posix() for path in pages.rglob("*.md")}
     faults += [f"{name}: not in the order of docs/zensical.toml" for name in sorted(written - set(listed))]
+    faults += wrong_titles(nav, pages)
     if faults:
         return faults
     # A nav in JSON is one in TOML but for the colons.

@@ -2,7 +2,7 @@
 
 However whet splits and pads the global batch, the optimizer step is the same.
 
-    python examples/by_feature/token_weights.py
+python examples/by_feature/token_weights.py
 """
 
 import torch

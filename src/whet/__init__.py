@@ -1,4 +1,4 @@
-"""whet trains your PyTorch model as fast as your machine allows, without changing what is trained or losing a step.
+"""whet trains your PyTorch model with settings chosen for your machine, and resumes it exactly where it stopped.
 
 The packages form layers: each package imports only from packages above it in this list (docs/architecture.md):
 
@@ -22,7 +22,7 @@ The packages form layers: each package imports only from packages above it in th
     prove        kills a training run, resumes it and compares every bit
     recipes      complete workloads that ship with whet
     api          public functions that need recipes: training by name, checks, comparisons, searches
-    cli          the command line: one file per command
+    cli          the command line
 """
 
 from typing import TYPE_CHECKING, Any

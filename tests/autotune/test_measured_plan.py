@@ -171,10 +171,39 @@ def test_long_run_is_measured_once_and_cached(monkeypatch):
 
 def test_slow_steps_before_the_measurement_are_reported(monkeypatch):
     monkeypatch.setattr(tune, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(tune, "steps_per_visit", lambda _: 1)
     logged: list[str] = []
     session = a_session(a_model(), logged=logged, epochs=40)
     tune.with_measured_plan(session.config, Loss(session.model))
     assert logged[:2] == [f"timing steps before the start, {done} done" for done in (0, 1)]
+
+
+def test_pauses_of_a_busy_core_count_in_the_estimate_of_a_tiny_model():
+    """A step takes 0.2 ms, and every 20th is interrupted for 4 ms: half of the time is lost in a twentieth of the steps."""
+
+    class Paused:
+        preparation_seconds, step_seconds, num_steps = 0.0, 0.0002, 0
+
+        def step(self, _index):
+            self.num_steps += 1
+            return 0.0042 if self.num_steps % 20 == 0 else 0.0002
+
+        def close(self):
+            pass
+
+    class Bench:
+        prepared = Paused()
+
+        def prepare(self, _settings, *, seconds):
+            return self.prepared
+
+        def clock(self):
+            return 0.0
+
+    bench = Bench()
+    _, seconds = tune._time_steps(bench, None)
+    assert seconds == pytest.approx(0.0004)
+    assert 500 <= bench.prepared.num_steps <= 1_000
 
 
 def test_short_run_reports_that_it_is_not_measured():

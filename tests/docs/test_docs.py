@@ -34,7 +34,8 @@ def test_the_architecture_page_lists_every_package_in_layer_order() -> None:
 _RUNNABLE = [
     # examples/callback.py runs in the gate.
     pytest.param("docs/callbacks.md", marks=pytest.mark.slow),
-    *(f"docs/{name}.md" for name in ("data", "goals", "measure", "hex")),
+    pytest.param("docs/transformers.md", marks=pytest.mark.slow),
+    *(f"docs/{name}.md" for name in ("data", "goals", "hex", "measure", "precision")),
 ]
 
 

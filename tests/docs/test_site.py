@@ -84,9 +84,18 @@ def test_a_page_outside_the_order_and_a_dead_link_stop_the_build(
     (copy / "docs" / "forgotten.md").write_text("# Forgotten\n")
     assert site.build(tmp_path / "out") == ["forgotten.md: not in the order of docs/zensical.toml"]
     (copy / "docs" / "forgotten.md").unlink()
+    goals = (copy / "docs" / "goals.md").read_text()
+    (copy / "docs" / "goals.md").write_text(goals.replace("# Goals and early stopping", "# Aims", 1))
+    (fault,) = site.build(tmp_path / "out")
+    assert fault == "goals.md: the title is 'Aims', and 'Goals and early stopping' in docs/zensical.toml"
     (copy / "docs" / "goals.md").unlink()
     with pytest.raises(SystemExit, match="links to a file that does not exist"):
         site.build(tmp_path / "out")
+
+
+def test_commands_of_an_example_are_code(site: ModuleType) -> None:
+    page = site.program_page(Path("examples/a.py"), '"""Check it.\n\nMore.\n\nwhet check examples/a.py\n"""\n\nx = 1\n')
+    assert page == "# a\n\nCheck it.\n\nMore.\n\n```console\n$ whet check examples/a.py\n```\n\n```python\nx = 1\n```\n"
 
 
 def test_links_to_code_keep_their_text(site: ModuleType) -> None:
@@ -94,4 +103,6 @@ def test_links_to_code_keep_their_text(site: ModuleType) -> None:
     text = "[loop](../src/whet/training/loop.py), [GAN](../examples/gan.py), [this](#part), [web](https://example.com)"
     changed = site.relink(text, Path("docs/a.md"), places)
     assert changed == "`loop`, [GAN](examples/gan.md), [this](#part), [web](https://example.com)"
+    places[Path("docs/goals.md")] = Path("goals.md")
+    assert site.relink("[goals.md](goals.md)", Path("docs/a.md"), places) == "[Goals and early stopping](goals.md)"
     assert site.for_python_markdown("Text:\n- one\n- two\n") == "Text:\n\n- one\n- two\n"

@@ -19,6 +19,7 @@ from guarded_server import LIMITS, PATHS, SECRET
 from paths import SUPPORT, ReportCount, Run
 from web_client import PATIENCE_SECONDS, Answer, Served, exchange, serving, until
 from whet.base.errors import UsageError, WhetError
+from whet.base.extras import install_hint
 from whet.web import access
 from whet.web.access import ServerKey
 from whet.web.guard import RequestGuard
@@ -475,7 +476,7 @@ def test_without_the_extra_the_error_says_what_to_install(whet: Run, tmp_path: P
         "runs does not exist yet: runs appear as they start",
         "error: the server needs two more packages",
         "  got: No module named uvicorn",
-        "  try: pip install 'whet[web]'",
+        f"  try: {install_hint('web')}",
     ]
 
 

@@ -216,7 +216,7 @@ def _graphs(plan: Plan) -> Iterator[PlanCandidate]:
 def _optimizer_kernels(plan: Plan) -> Iterator[PlanCandidate]:
     # The user's optimizer is one object. Candidates are timed alternately, and its state cannot serve two kinds of
     # kernels.
-    return _only("optimizer_kernels", *(("fused", "foreach", "loop") if plan.workload.optimizer is None else ()))
+    return _only("optimizer_kernels", *plan.workload.built_kernels)
 
 
 def _layouts(plan: Plan) -> Iterator[PlanCandidate]:

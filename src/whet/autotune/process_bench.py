@@ -211,10 +211,9 @@ class ProcessPreparedStep:
         self._peak_bytes = response["bytes"]
         return float(response["seconds"])
 
-    def check(self) -> None:
+    def check(self, *, seconds: float) -> None:
         """Check compiled code against the model's own code in the child. Raise ProbeFailedError on failure."""
-        timeout = max(_STEP_SECONDS, 2 * self.preparation_seconds)
-        self._bench.request(timeout, do="check", number=self._number)
+        self._bench.request(seconds, do="check", number=self._number, seconds=seconds)
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory reported with the last response. Works even after the process has ended."""
@@ -260,7 +259,7 @@ def _respond(bench: StepBench, prepared: dict[int, PreparedStep], request: dict[
                 seconds = prepared[number].step(request["index"])
                 return {"seconds": seconds, "bytes": prepared[number].peak_bytes()}
             case "check":
-                prepared[number].check()
+                prepared[number].check(seconds=request["seconds"])
                 return {}
             case _:
                 prepared.pop(number).close()

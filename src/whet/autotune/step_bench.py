@@ -56,8 +56,11 @@ class PreparedStep(Protocol):
         `index` is any non-negative number. The same index selects the same batch under all settings.
         """
 
-    def check(self) -> None:
-        """Raise ProbeFailedError if the results of compiled code differ from those of the eager model."""
+    def check(self, *, seconds: float) -> None:
+        """Raise ProbeFailedError if the results of compiled code differ from those of the eager model.
+
+        The kind of the error is "timeout" if this could not be decided within `seconds`.
+        """
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory in bytes since the preparation began, or None if unknown. Valid after `close`."""

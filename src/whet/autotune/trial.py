@@ -30,6 +30,11 @@ _MAX_PAIRS = 24
 _EXACT = ("fp32",)
 # The note mentions the break-even point only if the additional preparation takes more than this many seconds.
 _MIN_NOTED_SECONDS = {"compile": 1.0, "graph": 0.05, "workers": 1.0}
+# Expected duration of comparing compiled code with the model's own code, in steps, and at least in seconds. It took
+# 7.6 s for a GPT-2 on an H200, whose gradients travel to the host, and a few steps elsewhere.
+_CHECK_STEPS = 12
+_MIN_CHECK_SECONDS = {"cpu": 0.5}
+_MIN_CHECK_SECONDS_GPU = 4.0
 # An upper bound for any CPU core in float32: two 512-bit FMA units at 3 GHz.
 _MAX_FLOPS_PER_CORE = 2e11
 
@@ -63,13 +68,16 @@ class SearchContext:
             self.plans[key] = plan_with(self.rule_plan, settings)
         return self.plans[key]
 
-    def prepare(self, settings: Settings, *, seconds: float) -> PreparedSettings:
-        """Prepare settings, and record their peak memory. Raise ProbeFailedError on failure."""
+    def prepare(self, settings: Settings, *, seconds: float, may_extend: bool = True) -> PreparedSettings:
+        """Prepare settings, and record their peak memory. Raise ProbeFailedError on failure.
+
+        Compilation extends the budget unless `may_extend` is False.
+        """
         plan, started = self.plan_with(settings), self.bench.clock()
         try:
             prepared = self.bench.prepare(settings, seconds=seconds)
         finally:
-            if plan.compile != "off":
+            if plan.compile != "off" and may_extend:
                 self.budget.extend_for_compiling(self.bench.clock() - started)
         ready = PreparedSettings(settings=settings, plan=plan, prepared=prepared)
         self.record_memory(ready)
@@ -129,6 +137,14 @@ def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandi
     return f"its arithmetic alone would take {format_seconds(seconds)} a step"
 
 
+def check_seconds(best: PreparedSettings, candidate: PlanCandidate) -> float:
+    """Return the time to reserve for comparing compiled code with the model's own code; 0 for other candidates."""
+    if candidate.setting != "compile":
+        return 0.0
+    least = _MIN_CHECK_SECONDS.get(device_kind(best.plan), _MIN_CHECK_SECONDS_GPU)
+    return max(least, _CHECK_STEPS * best.prepared.step_seconds)
+
+
 def run_trial(
     context: SearchContext, best: PreparedSettings, candidate: PlanCandidate, *, until: float, prepare_seconds: float
 ) -> tuple[TuneTrial, PreparedSettings | None]:
@@ -147,7 +163,9 @@ def run_trial(
         return record_trial(candidate.setting, settings, best, verdict, note, ready=ready, timing=timing, spent=spent)
 
     try:
-        ready = context.prepare(settings, seconds=prepare_seconds)
+        # Only the first compilation has its own time. Settings that compile again use what is left of the search.
+        may_extend = candidate.setting == "compile" or context.rule_plan.compile != "off"
+        ready = context.prepare(settings, seconds=prepare_seconds, may_extend=may_extend)
     except ProbeFailedError as error:
         if error.kind == "timeout":
             usual = best.prepared.preparation_seconds
@@ -184,7 +202,7 @@ def _judge(
             ready.prepared,
             best.prepared,
             clock=context.bench.clock,
-            until=until,
+            until=until - check_seconds(best, candidate),
             random_order=context.random_order,
             max_pairs=_MAX_PAIRS,
             tick=context.progress.tick,
@@ -204,11 +222,11 @@ def _judge(
     if not cost.pays:
         return "not worth it", cost.describe(candidate.setting), timing
     # These comparisons are expensive, so make them only for winners.
-    try:
-        if candidate.setting == "compile":
-            ready.prepared.check()
-    except ProbeFailedError as error:
-        return "failed", f"{name}: {error.kind}, {error.reason}", timing
+    if (
+        candidate.setting == "compile"
+        and (problem := _compile_objection(context, ready, timing, until=until)) is not None
+    ):
+        return problem[0], f"{name}: {problem[1]}", timing
     objection = _precision_objection(context, ready, candidate, until=until)
     if objection is not None:
         verdict, note = objection
@@ -219,6 +237,31 @@ def _judge(
     if cost.cost_seconds > _MIN_NOTED_SECONDS.get(candidate.setting, math.inf):
         note += f"; {cost.describe(candidate.setting)}"
     return "likely" if is_likely else "faster", note, timing
+
+
+def _compile_objection(
+    context: SearchContext, ready: PreparedSettings, timing: PairedTiming, *, until: float
+) -> tuple[Verdict, str] | None:
+    """Return the verdict on compiled code that is wrong or could not be checked, and why; None if it may be used.
+
+    Like compiling, checking may take longer than the search itself: the run would make the same comparison.
+    """
+    clock, budget = context.bench.clock, context.budget
+    started = clock()
+    seconds = until - started - context.bench.recovery_seconds + budget.compile_seconds
+    estimate = timing.estimate
+    gain = f"{estimate.speedup:.2f}x as fast, but " if estimate else ""
+    late = f"{gain}not checked in time, staying eager"
+    # A comparison runs the model at least four times.
+    if seconds < 4 * ready.prepared.step_seconds:
+        return "not checked", late
+    try:
+        ready.prepared.check(seconds=seconds)
+    except ProbeFailedError as error:
+        return ("not checked", late) if error.kind == "timeout" else ("failed", f"{error.kind}, {error.reason}")
+    finally:
+        budget.extend_for_compiling(clock() - started)
+    return None
 
 
 def _precision_objection(

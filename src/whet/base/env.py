@@ -35,6 +35,11 @@ def read(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+def with_prefix(*prefixes: str) -> dict[str, str]:
+    """Return all variables whose names begin with one of the prefixes, and which are not empty."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes) and value}
+
+
 def malloc_variable() -> str | None:
     """Return the name of the variable with which the user configures glibc's malloc, or None if none is set."""
     if "glibc.malloc." in (read("GLIBC_TUNABLES") or ""):

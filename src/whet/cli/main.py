@@ -106,7 +106,7 @@ class _GroupedHelp(TyperGroup):
 
 app = typer.Typer(
     name="whet",
-    help="Train your PyTorch model as fast as this machine allows, without changing what is trained.",
+    help="Train your PyTorch model with settings chosen for this machine, and resume it exactly.",
     epilog=_EPILOG,
     cls=_GroupedHelp,
     rich_markup_mode=None,

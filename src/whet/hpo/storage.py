@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from whet.base.errors import UsageError, WhetError, first_line
+from whet.base.extras import install_hint
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -70,7 +71,7 @@ def _open(url: str | None, *, folder: Path) -> "BaseStorage":
     try:
         import optuna
     except ImportError:
-        raise WhetError("a search needs Optuna", got="it is not installed", try_='pip install "whet[search]"') from None
+        raise WhetError("a search needs Optuna", got="it is not installed", try_=install_hint("search")) from None
     # whet logs trials itself, so silence Optuna.
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if url is None or url.startswith("journal:"):
@@ -116,7 +117,7 @@ def _database(url: str) -> "BaseStorage":
             break
         except ImportError as error:
             raise WhetError(
-                "the database's driver is not installed", got=str(error)[:300], try_='pip install "whet[postgres]"'
+                "the database's driver is not installed", got=str(error)[:300], try_=install_hint("postgres")
             ) from None
         except (IntegrityError, ProgrammingError, StorageInternalError) as error:
             # Retry: if two processes start at the same time, both create the tables, and one of them fails.

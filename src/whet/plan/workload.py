@@ -21,6 +21,14 @@ OPTIMIZER_BYTES = {
 }
 """Bytes of state per trainable parameter, by the name of the optimizers that whet builds."""
 
+OPTIMIZER_KERNELS = {
+    "adamw": ("fused", "foreach", "loop"),
+    "sgd": ("fused", "foreach", "loop"),
+    "adam_atan2": ("foreach", "loop"),
+    "adafactor": ("foreach", "loop"),
+}
+"""Kernels of the optimizers that whet builds, by name."""
+
 Scaling = Literal["linear", "square root"]
 
 
@@ -100,6 +108,8 @@ class Workload(FrozenModel):
     """Bytes of optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     optimizer: str | None = None
     """Class of the user's optimizer object, or None if whet builds the optimizer."""
+    built_optimizer: str = "adamw"
+    """Name of the optimizer that whet builds, if it does."""
     optimizer_obstacle: str | None = None
     """Reason why the user's optimizer keeps its own kernels, or None if the plan may select them."""
     can_pack: bool = False
@@ -128,6 +138,12 @@ class Workload(FrozenModel):
     def whole_batch_reason(self) -> str | None:
         """Reason why a global batch is not split into micro-batches, or None if it may be split."""
         return "BatchNorm's statistics depend on the whole batch" if self.has_batchnorm else self.split_obstacle
+
+    @property
+    def built_kernels(self) -> tuple[str, ...]:
+        """Kernels of the optimizer that whet builds. Empty for an optimizer object of the user."""
+        # An unknown name is refused when the optimizer is built.
+        return OPTIMIZER_KERNELS.get(self.built_optimizer, ()) if self.optimizer is None else ()
 
     @property
     def samples_per_rank(self) -> int:

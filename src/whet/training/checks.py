@@ -19,6 +19,7 @@ from whet.plan.kernel_support import GROUP_NORM_ACTIVATION, SPAN_ATTENTION, atte
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.values import HALF_PRECISIONS
+from whet.plan.workload import OPTIMIZER_KERNELS
 from whet.step.ema import named_tensors
 from whet.step.optimizers import OptimizerChoice
 from whet.training.optimizer_set import OptimizerSet
@@ -75,7 +76,7 @@ def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
 
 def check_kernels(kernels: Any, optimizer: Mapping[str, str | None]) -> None:
     """Raise UsageError if the optimizer, as a workload describes it, does not support the requested kernels."""
-    if kernels == "yours" and not optimizer:
+    if kernels == "yours" and "optimizer" not in optimizer:
         raise UsageError(
             "the kernels of an optimizer that whet builds are not yours",
             got="optimizer_kernels=yours",
@@ -87,6 +88,11 @@ def check_kernels(kernels: Any, optimizer: Mapping[str, str | None]) -> None:
             f"your optimizer keeps its own kernels: {obstacle}",
             got=f"optimizer_kernels={kernels}",
             try_="no optimizer_kernels, or optimizer_kernels=yours",
+        )
+    built = optimizer.get("built_optimizer")
+    if kernels == "fused" and built is not None and "fused" not in OPTIMIZER_KERNELS.get(built, "fused"):
+        raise UsageError(
+            f"{built} has no fused kernels", got="optimizer_kernels=fused", try_="optimizer_kernels=foreach or loop"
         )
 
 

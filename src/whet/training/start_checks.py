@@ -15,6 +15,7 @@ import torch
 from whet.base.errors import UsageError, WhetError
 from whet.base.version import VERSION
 from whet.data.batch import GlobalBatch, MicroBatch, micro_batch_shapes
+from whet.device.environment import compiler_settings
 from whet.device.kernels.switches import use_torch_kernels
 from whet.device.mps import make_contiguous
 from whet.plan.plan import Plan, with_runtime_changes
@@ -163,7 +164,13 @@ class StartChecks:
         if obstacle is not None:
             self._log(f"not compiled: {obstacle}", start=start, step=step, error=None, **self._eager_since(step))
             return uncompiled_plan(plan, reason=obstacle, step=step)
-        key = self._cache_key(loss, shapes=micro_batch_shapes(micro), compile=plan.compile, threads=plan.threads)
+        key = self._cache_key(
+            loss,
+            shapes=micro_batch_shapes(micro),
+            compile=plan.compile,
+            threads=plan.threads,
+            compiler=compiler_settings(),
+        )
         before = cache.load_verified(key) if key and plan.verify == "on" else None
         with ExitStack() as undo:
             undo.enter_context(CompiledCalls(model, plan).in_use())

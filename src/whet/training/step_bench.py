@@ -28,6 +28,7 @@ from whet.data.source import AbstractSource
 from whet.device.abstract import AbstractDevice
 from whet.device.contention import watch_contention
 from whet.device.cpu import preserve_num_threads
+from whet.device.environment import compiler_settings
 from whet.device.open import open_device
 from whet.device.rng import preserve_rng, seed_everything
 from whet.plan.plan import Plan, make_plan_again
@@ -400,13 +401,17 @@ def _repeat_epochs(source: AbstractSource) -> Iterator[GlobalBatch]:
 
 
 def evidence_key(plan: Plan, model: nn.Module) -> dict[str, Any]:
-    """Return the cache key of measurements: machine, software, workload, overrides, parameters and module types."""
+    """Return the cache key of measurements: machine, software, workload, overrides, parameters and module types.
+
+    It contains the options of torch's compiler too, because compiling is one of the candidates.
+    """
     # The name of the workload differs between `whet plan train.py:main --measure` and `python train.py`.
     unnamed = plan.workload.model_copy(update={"batch": None, "recipe": ""})
     return {
         "machine": plan.machine.as_json(),
         "workload": unnamed.as_json(),
         "overrides": dict(plan.overrides),
+        "compiler": compiler_settings(),
         "model": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named_tensors(model)],
         "modules": sorted({type(module).__name__ for module in model.modules()}),
     }

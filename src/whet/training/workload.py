@@ -148,7 +148,7 @@ def _used_modules(loss: Any, *, depth: int) -> Iterator[nn.Module]:
     for used in loss_dependencies(loss):
         if isinstance(used, nn.Module):
             yield used
-        elif depth and inspect.isfunction(used) and used.__module__.partition(".")[0] != "torch":
+        elif depth and inspect.isfunction(used) and (used.__module__ or "").partition(".")[0] != "torch":
             yield from _used_modules(used, depth=depth - 1)
         elif hasattr(used, "__dict__") and not isinstance(used, type | ModuleType):
             # The object of a bound method. isinstance would raise for an attribute that is a proxy of a deleted object.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from whet.base.errors import UsageError, WhetError
+from whet.base.extras import install_hint
 from whet.web.access import READ_METHODS, ClientLimits, HttpError, ServerKey
 from whet.web.guard import App, ErrorFormat, Message, Receive, RequestGuard, Send
 from whet.web.registry import RunningServer, open_in_browser, redirect_page, registered
@@ -214,7 +215,7 @@ def require_libraries() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise WhetError("the server needs two more packages", got=str(error), try_="pip install 'whet[web]'") from None
+        raise WhetError("the server needs two more packages", got=str(error), try_=install_hint("web")) from None
 
 
 def _router(routes: Sequence["BaseRoute"]) -> App:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from whet.base.errors import WhetError
+from whet.base.extras import install_hint
 from whet.recipes.text import embedded
 from whet.recipes.text.config import EMBEDDED_CLASSES, TextConfig, describe
 from whet.recipes.text.corpus import Corpus, Examples, split
@@ -169,7 +170,7 @@ def test_a_missing_library_is_reported(home: Path, monkeypatch: pytest.MonkeyPat
     )
     with pytest.raises(WhetError, match="need transformers, which is not installed") as caught:
         read_docstrings(rows_per_class=10)
-    assert "pip install 'whet[text]'" in str(caught.value)
+    assert install_hint("text") in str(caught.value)
 
 
 def test_a_small_library_contributes_later_paragraphs(

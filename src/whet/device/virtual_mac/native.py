@@ -18,12 +18,12 @@ from typing import Any
 
 from whet.base import env
 from whet.base.errors import UsageError, WhetError
+from whet.base.extras import install_hint
 from whet.machine.facts import Machine
 
 NAME = "whet_virtual_mac"
 SOURCES = Path(__file__).parent / "cpp"
 _BUILD_TIMEOUT_SECONDS = 900
-_INSTALL_HINT = "pip install 'whet[virtual-mac]' and a C++ compiler (Debian: apt install g++ python3-dev)"
 
 
 def load_extension(torch_version: str) -> ModuleType:
@@ -86,7 +86,7 @@ def _build(library: Path) -> None:
     built = work / library.name
     if done.returncode != 0 or not built.exists():
         raise WhetError(
-            "the virtual Mac could not be built", got=_first_error(done.stdout + done.stderr), try_=_INSTALL_HINT
+            "the virtual Mac could not be built", got=_first_error(done.stdout + done.stderr), try_=_install_hint()
         )
     # Rename the complete file, so that other processes never load a partial library.
     built.replace(library)
@@ -103,7 +103,7 @@ def _check_build_tools(path: str) -> None:
         raise WhetError(
             "the virtual Mac needs a C++ compiler, ninja and Python's headers",
             got=f"no {', no '.join(missing)}",
-            try_=_INSTALL_HINT,
+            try_=_install_hint(),
         )
 
 
@@ -136,3 +136,7 @@ def native() -> Any:
     if state.native is None:
         raise UsageError("no virtual Mac is installed in this process", try_='virtual_mac.install("m2-air-8gb")')
     return state.native
+
+
+def _install_hint() -> str:
+    return f"{install_hint('virtual-mac')} and a C++ compiler (Debian: apt install g++ python3-dev)"

@@ -172,7 +172,7 @@ def choose_lengths(context: RuleContext) -> Decision:
         return _choose_padding(context, evidence)
     if device == "cpu" and workload.can_pack:
         return Decision(value="packed", reason="no padding at all; the step's samples stay the same", evidence=evidence)
-    # The rules for precision, graph and compile run before this rule (see rules/__init__.py).
+    # The rules for precision, graph and compile run before this rule (see plan/values.py).
     if supports_unpadded_attention(context.machine, workload, device=device, precision=context.precision):
         if context.graph == "on" or context.compile != "off":
             reason = "no padding, and few totals: each is captured or compiled once"

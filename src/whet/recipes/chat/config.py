@@ -120,6 +120,7 @@ def describe_chat(config: ChatConfig, *, vocab_size: int, longest: int, num_rows
         num_parameters=arch.num_parameters(vocab_size),
         global_batch_size=config.global_batch_size,
         optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
+        built_optimizer=config.optimizer,
         num_samples=num_rows,
         num_steps=config.count_steps(num_rows),
         max_length=arch.seq_len,

@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple, cast
 from pydantic_core import from_json
 
 from whet.base.errors import UsageError, WhetError
+from whet.base.extras import install_hint
 from whet.run.disk import open_regular_file
 
 _DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)
@@ -73,7 +74,7 @@ def _zstd(file: IO[bytes], path: Path) -> IO[bytes]:
         raise UsageError(
             f"{path} is compressed with Zstandard, which this Python cannot read",
             got="no compression.zstd (Python 3.14) and no pyarrow",
-            try_=f"zstd -d {path.name}, or pip install 'whet[parquet]'",
+            try_=f"zstd -d {path.name}, or {install_hint('parquet')}",
         ) from None
     return cast("IO[bytes]", library.CompressedInputStream(library.PythonFile(file), "zstd"))
 

@@ -129,6 +129,7 @@ def describe_hex(config: HexConfig, *, size: int | None = None, num_samples: int
         num_parameters=count_parameters(config.arch),
         global_batch_size=config.global_batch_size,
         optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
+        built_optimizer=config.optimizer,
         num_samples=num_samples,
         num_steps=config.count_steps(num_samples),
         # Only the linear layers of attention blocks are matrix products with one row per cell.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.base.errors import UsageError, WhetError
+from whet.base.extras import install_hint
 from whet.recipes.hub import explain_hub_error
 
 SMALL = "small"
@@ -234,7 +235,7 @@ def import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise UsageError(
-            "a pretrained model needs the extra text", got=str(error), try_="pip install 'whet[text]', or model=small"
+            "a pretrained model needs the extra text", got=str(error), try_=f"{install_hint('text')}, or model=small"
         ) from None
     return transformers
 

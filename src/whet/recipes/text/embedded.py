@@ -22,6 +22,7 @@ from pathlib import Path
 
 from whet.base import env
 from whet.base.errors import WhetError
+from whet.base.extras import install_hint
 from whet.recipes.text.config import EMBEDDED_ROWS_PER_CLASS
 from whet.recipes.text.corpus import Corpus, Examples, split
 from whet.run import durable
@@ -121,7 +122,7 @@ def _root(library: str) -> Path:
         raise WhetError(
             f"the embedded texts need {library}, which is not installed",
             got=f"no package {library!r} (classes: {', '.join(LIBRARIES)})",
-            try_="pip install 'whet[text]', or data=FILE with your own texts and labels",
+            try_=f"{install_hint('text')}, or data=FILE with your own texts and labels",
         )
     return Path(spec.origin).parent
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError, first_line
+from whet.base.extras import install_hint
 from whet.data.batch import Padded
 from whet.recipes.text.factory import load_tokenizer
 from whet.recipes.text.model import Encoder
@@ -97,7 +98,7 @@ def check_onnx_installed() -> None:
         raise UsageError(
             "exporting to ONNX needs packages that are not installed",
             got=f"no {' and no '.join(missing)}",
-            try_="pip install 'whet[onnx]'",
+            try_=install_hint("onnx"),
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError, describe_error, first_line
+from whet.base.extras import install_hint
 from whet.data.batch import Padded
 from whet.recipes.text.backbone import import_transformers, quiet_transformers
 from whet.recipes.text.bert import Bert
@@ -275,7 +276,7 @@ def add_lora(network: Any, *, rank: int, dropout: float) -> Any:
         import peft
     except ImportError as error:
         raise UsageError(
-            "LoRA needs the extra lora", got=str(error), try_="pip install 'whet[lora]', or without lora="
+            "LoRA needs the extra lora", got=str(error), try_=f"{install_hint('lora')}, or without lora="
         ) from None
     # alpha = 2 * rank makes the scale of the updates independent of the rank, as in the examples of peft.
     config = peft.LoraConfig(task_type="SEQ_CLS", r=rank, lora_alpha=2 * rank, lora_dropout=dropout)

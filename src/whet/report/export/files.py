@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.base.errors import UsageError, WhetError, closest_match
+from whet.base.extras import install_hint
 from whet.base.model import FrozenModel
 from whet.base.units import format_list
 from whet.report.export.tables import (
@@ -96,7 +97,7 @@ def tensorboard_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError:
         raise WhetError(
-            "TensorBoard files need tensorboard", got="it is not installed", try_="pip install 'whet[tb]'; or --to csv"
+            "TensorBoard files need tensorboard", got="it is not installed", try_=f"{install_hint('tb')}; or --to csv"
         ) from None
 
     def chunks() -> Iterator[bytes]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.base.errors import UsageError, first_line
+from whet.base.extras import install_hint
 from whet.recipes.text.readers.rows import TextRow, TextSource
 
 _BATCH_ROWS = 1_000
@@ -111,6 +112,4 @@ def _pyarrow(path: Path) -> Any:
             importlib.import_module(module)
         return importlib.import_module("pyarrow")
     except ImportError:
-        raise UsageError(
-            f"{path} needs pyarrow", got="it is not installed", try_="pip install 'whet[parquet]'"
-        ) from None
+        raise UsageError(f"{path} needs pyarrow", got="it is not installed", try_=install_hint("parquet")) from None

@@ -9,6 +9,7 @@ const VERDICTS = {
   faster: "good",
   "no gain": "plain",
   "not worth it": "plain",
+  "not checked": "warn",
   unclear: "warn",
   "cut off": "bad",
   disagrees: "bad",
