@@ -139,8 +139,8 @@ def train(model: Any, data: Any = None, **keywords: Any) -> TrainResult:
         open_bench: Opens the same training run in a separate process for measuring.
         config: Of a recipe: a TOML or YAML file with options.
 
-    global_batch_size="auto" measures which batch size uses this machine well, and scales your learning rate from
-    `lr_batch` samples to that size. The run keeps both numbers.
+    With global_batch_size="auto", the batch size is measured on this machine, and your learning rate is scaled from
+    `lr_batch` samples to that size. The run records both values.
 
     Keywords:
         global_batch_size: Samples per optimizer step; taken from a DataLoader; auto measures a size and scales lr.
