@@ -244,7 +244,7 @@ def _noisy(model, micro_batches):
 
 def test_a_run_moves_to_the_cpu_and_back(device: AbstractDevice, tmp_path) -> None:
     if device.kind in ("fake", "cpu"):
-        pytest.skip("there is nowhere to move to")
+        pytest.skip("there is no other device to move to")
     x, y = images(64, seed=0)
     for kind, max_steps in ((device.kind, 4), ("cpu", 8), (device.kind, 12)):
         torch.manual_seed(0)

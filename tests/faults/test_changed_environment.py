@@ -86,7 +86,7 @@ def test_changes_are_named_simulated(fault_runs: FaultRuns, run: Path, name: str
     [
         ({"data_seed": 5}, "data", "the data is not what the run was started with"),
         pytest.param({"samples": 40}, "data", "the data is not what the run was started with", marks=pytest.mark.slow),
-        ({"global_batch_size": 16}, "batch", "another global_batch_size"),
+        ({"global_batch_size": 16}, "batch", "a different global_batch_size"),
     ],
     ids=["other data", "more data", "another batch"],
 )

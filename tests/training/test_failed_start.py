@@ -34,7 +34,7 @@ def test_the_corrected_program_starts_anew(tmp_path: Path, corrected: dict[str, 
     result = train(run, **corrected)
     assert (result.state, result.step) == ("done", 8)
     message = read_last(run, "plan").get("message")
-    assert message == f"{run} had ended before its first step; the run is started anew"
+    assert message == f"{run} had ended before its first step; the run starts over"
     assert train(run, **corrected).reason == "all 2 epochs done"
 
 

@@ -191,7 +191,7 @@ def test_a_changed_key_is_refused_by_name(fork_server: ForkServer, tmp_path: Pat
 def test_of_a_changed_group_only_the_difference_is_named() -> None:
     saved = {"arch": {"hidden_size": 64, "layers": 2, "heads": {"a": 1, "b": 2}}, "seed": 1}
     asked = {"arch": {"hidden_size": 32, "layers": 2, "heads": {"a": 1, "b": 3}}, "seed": 1}
-    with pytest.raises(UsageError, match="another arch") as caught:
+    with pytest.raises(UsageError, match="a different arch") as caught:
         check_unchanged(saved, asked, where=Path("runs/a"))
     assert caught.value.got == "arch.hidden_size=32 arch.heads.b=3; the run has arch.hidden_size=64 arch.heads.b=2"
     assert str(caught.value.try_).startswith("arch.hidden_size=64 arch.heads.b=2 to resume")

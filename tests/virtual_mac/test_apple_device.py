@@ -505,6 +505,6 @@ def test_a_simulated_mac_is_kept_awake_while_it_trains_and_not_longer(python, tm
 
 def test_missing_caffeinate_is_reported_unless_keep_awake_is_off(python) -> None:
     done = python(START + "fit(net(), data(), on_event='line')")
-    assert done.stderr.count("no caffeinate here") == 1
+    assert done.stderr.count("caffeinate was not found") == 1
     done = python(START + "fit(net(), data(), on_event='line', overrides={'keep_awake': 'off'})")
     assert "caffeinate" not in done.stderr

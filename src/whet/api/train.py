@@ -139,8 +139,8 @@ def train(model: Any, data: Any = None, **keywords: Any) -> TrainResult:
         open_bench: Opens the same training run in a separate process for measuring.
         config: Of a recipe: a TOML or YAML file with options.
 
-    global_batch_size="auto" measures which batch size uses this machine well, and scales your learning rate from
-    `lr_batch` samples to that size. The run keeps both numbers.
+    With global_batch_size="auto", the batch size is measured on this machine, and your learning rate is scaled from
+    `lr_batch` samples to that size. The run records both values.
 
     Keywords:
         global_batch_size: Samples per optimizer step; taken from a DataLoader; auto measures a size and scales lr.
@@ -172,12 +172,11 @@ def train(model: Any, data: Any = None, **keywords: Any) -> TrainResult:
         goal: Metric that selects the best checkpoint and drives early stopping.
         mode: Whether a lower ("min") or a higher ("max") goal is better; "auto" follows from its name. Default: "auto".
         init_from: Run or import whose weights a new run starts with.
-        allow: What may differ when a run resumes: "data", "batch", "lr".
+        allow: What may differ from the original run when it resumes: "data", "batch" or "lr".
         callbacks: Instances of `whet.Callback` (docs/callbacks.md).
         register: Your own objects with state, by name, which are saved and restored with the run (docs/own-loops.md).
-        read_sensors: Reads the sensors; by default those of this machine.
-        outputs: For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then
-            verified.
+        read_sensors: Function that reads heat, power and memory pressure; by default from the sensors of this machine.
+        outputs: For causal models: a function from a micro-batch to outputs (batch, length, ...), to verify causality.
     """
     _check_not_imported_by_a_worker()
     if isinstance(model, str):

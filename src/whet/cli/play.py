@@ -89,7 +89,7 @@ def arena(
     ] = None,
     openings: Annotated[
         Literal["even", "random"],
-        typer.Option(help="even: random openings in which the two-distance player sees no side ahead."),
+        typer.Option(help="even: random openings that the two-distance player rates as even."),
     ] = "even",
     stones: Annotated[
         int | None, typer.Option(min=0, max=100, help="Stones of an opening. Default: 2 for random, 3 for even ones.")

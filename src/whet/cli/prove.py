@@ -52,8 +52,8 @@ def prove(
 
     A function such as main() takes no arguments and calls whet.train or whet.Session. Its `run` is redirected.
 
-    A short part of your training run is first executed twice without interruption. If the two runs differ, training is not
-    deterministic, and nothing can be proved. Then training is killed with SIGKILL at random times, and before every
+    A short part of your training run is first executed twice without interruption. If the two runs differ, training is
+    not deterministic, and nothing can be proved. Then training is killed with SIGKILL at random times, and before every
     disk operation while it resumes, saves and cleans up, and is resumed after each kill. At the end, the last
     checkpoint (weights, EMA, optimizer, random generators), losses and metrics are compared bit for bit with those of
     the uninterrupted run.

@@ -313,7 +313,7 @@ def check_micro_batch(plan: Plan, training: TrainingConfig) -> None:
 
 
 def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, ranks: RankInfo) -> None:
-    """Raise UsageError if several ranks cannot train this model together, or if the result would depend on their number."""
+    """Raise UsageError if several ranks cannot train this model, or if the result depends on their number."""
     if ranks.is_single_process:
         return
     check_not_mps(ranks.size, device=plan.device, is_mac=False)

@@ -65,7 +65,7 @@ class SessionKeywords:
     overrides: Mapping[str, Scalar] | None = None
     """Settings of the plan that you fix: {"micro_batch": 8, "precision": "bf16"} (docs/rules)."""
     measure: bool = True
-    """Let a new run that is long enough measure which plan is fastest, at its first step (docs/measure.md)."""
+    """Whether a run that is long enough measures which plan is fastest, at its first step (docs/measure.md)."""
     plan: Plan | None = None
     """Plan of a new run, made by `whet.tune` or `whet.make_plan`."""
     workload: Workload | None = None
@@ -77,7 +77,7 @@ class SessionKeywords:
     init_from: str | Path | None = None
     """Run or import whose weights a new run starts with."""
     allow: Collection[str] = ()
-    """What may differ when a run resumes: "data", "batch", "lr"."""
+    """What may differ from the original run when it resumes: "data", "batch" or "lr"."""
     callbacks: Sequence[Callback] = ()
     """Instances of `whet.Callback` (docs/callbacks.md)."""
     register: Mapping[str, Any] | None = None
@@ -85,9 +85,9 @@ class SessionKeywords:
     on_event: EventHandler | Literal["line"] | None = None
     """Called with the kind and the fields of every event; "line" draws a progress line on standard error."""
     read_sensors: ReadSystemState | None = None
-    """Reads the sensors; by default those of this machine."""
+    """Function that reads heat, power and memory pressure; by default from the sensors of this machine."""
     outputs: Callable[[Any], Any] | None = None
-    """For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then verified."""
+    """For causal models: a function from a micro-batch to outputs (batch, length, ...), to verify causality."""
 
     # The fields below are set by recipes, not by users.
     recipe: str = PYTHON_RECIPE

@@ -220,7 +220,7 @@ class RunContext:
         self.executor.expect_changes()
         self.verification, self.log.repeat_until = None, -1
         self.log_session("resume", {**restored.fields, "rollback_reason": reason})
-        # The non-finite step was discarded with all others since the checkpoint, so the guard starts afresh.
+        # The non-finite step was discarded with all others since the checkpoint, so the guard starts over.
         self.guard.first_non_finite = None
 
     def has_logged(self, prefix: str) -> bool:

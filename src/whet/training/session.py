@@ -82,20 +82,19 @@ class Session:
         run: Run folder; without one, nothing is written. The same call with the same folder resumes.
         device: auto, mps, cuda, cuda:1 or cpu. Default: "auto".
         overrides: Settings of the plan that you fix: {"micro_batch": 8, "precision": "bf16"} (docs/rules).
-        measure: Let a new run that is long enough measure which plan is fastest, at its first step (docs/measure.md).
+        measure: Whether a run that is long enough measures which plan is fastest, at its first step (docs/measure.md).
             Default: True.
         plan: Plan of a new run, made by `whet.tune` or `whet.make_plan`.
         workload: Description of the training run for the plan; by default it is derived from the model and the data.
         goal: Metric that selects the best checkpoint and drives early stopping.
         mode: Whether a lower ("min") or a higher ("max") goal is better; "auto" follows from its name. Default: "auto".
         init_from: Run or import whose weights a new run starts with.
-        allow: What may differ when a run resumes: "data", "batch", "lr".
+        allow: What may differ from the original run when it resumes: "data", "batch" or "lr".
         callbacks: Instances of `whet.Callback` (docs/callbacks.md).
         register: Your own objects with state, by name, which are saved and restored with the run (docs/own-loops.md).
         on_event: Called with the kind and the fields of every event; "line" draws a progress line on standard error.
-        read_sensors: Reads the sensors; by default those of this machine.
-        outputs: For causal models: a function from a micro-batch to outputs (batch, length, ...); causality is then
-            verified.
+        read_sensors: Function that reads heat, power and memory pressure; by default from the sensors of this machine.
+        outputs: For causal models: a function from a micro-batch to outputs (batch, length, ...), to verify causality.
     """
 
     def __init__(

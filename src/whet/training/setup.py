@@ -126,7 +126,7 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
         run.log.notify("settings", step=state.step, plan=run.plan, path=run.path, name=name)
     _start_or_resume(run, restored, is_new=is_new)
     if run.replaced is not None:
-        message = f"{run.replaced} had ended before its first step; the run is started anew"
+        message = f"{run.replaced} had ended before its first step; the run starts over"
         run.log.event("plan", step=state.step, message=message)
     for note in override_notes(run.plan):
         # The header of the progress line shows the notes of the plan, so it leaves out these events.

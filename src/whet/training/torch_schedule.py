@@ -104,7 +104,7 @@ class TorchLearningRates(LearningRates):
         self._expected = self._position()
 
     def close(self) -> None:
-        """Leave the scheduler and the rates as they are, like a plain loop."""
+        """Keep the current state of the scheduler and the rates, like a plain loop."""
         self._remember()
 
     def _repeat_steps(self) -> None:

@@ -222,7 +222,7 @@ def test_a_finished_run_can_be_extended(cli: Cli, table: Path) -> None:
     assert max(losses(cli.folder / "run")) == 30
     code, _, errors = cli.run(*words, "epochs=2", "dropout=0.3")
     assert code == 2
-    assert "another dropout" in errors
+    assert "a different dropout" in errors
     code, _, errors = cli.run(*words, "epochs=1", "dropout=0.3", "--fresh")
     assert code == 0, errors
     assert max(losses(cli.folder / "run")) == 15

@@ -147,7 +147,9 @@ FAULTS = {
     "#189563 a copy to the CPU in another dtype does not change its source": Planted(("to",), _overwrites_its_source),
     "#187117 a number from the middle of a CPU tensor": Planted(("mul",), _ignores_the_offset),
     "#190491 layer_norm of rows with little variance": Planted(("layer_norm",), _clamps_the_variance),
-    "#195910 causal attention in half precision sees no future": Planted(("scaled_dot_product_attention",), _leaks),
+    "#195910 causal attention in half precision ignores later tokens": Planted(
+        ("scaled_dot_product_attention",), _leaks
+    ),
     "#118115 addcdiv_ and addcmul_ on transposed weights (Adam)": Planted(("addcdiv_",), _updates_nothing),
     "#186360 a fused optimizer under a loss scaler: scaled right, and no step on infinity": Planted(
         ("_fused_sgd_",), _steps_on_infinity

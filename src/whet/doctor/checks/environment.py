@@ -70,7 +70,9 @@ def _caffeinate(target: DeviceUnderTest) -> CheckFinding:
     if not _is_mac(target):
         return not_applicable("only a Mac has it")
     return (
-        good("there") if shutil.which("caffeinate") else failed("caffeinate is not on the path: a run may fall asleep")
+        good("found")
+        if shutil.which("caffeinate")
+        else failed("caffeinate is not on the path: the Mac may sleep during a run")
     )
 
 

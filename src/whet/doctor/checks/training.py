@@ -204,7 +204,7 @@ def _interrupted(target: DeviceUnderTest) -> CheckFinding:
 
 def _moved(target: DeviceUnderTest) -> CheckFinding:
     if target.device.is_cpu:
-        return not_applicable("there is nowhere to move to")
+        return not_applicable("there is no other device to move to")
     with tempfile.TemporaryDirectory(prefix="whet-doctor-") as folder:
         stayed, moving = Path(folder, "stayed"), Path(folder, "moving")
         _train_session(stayed, device="cpu", dropout=0.0, stop_after=None)

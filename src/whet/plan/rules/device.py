@@ -69,7 +69,7 @@ def choose_keep_awake(context: RuleContext) -> Decision:
     system = context.machine.os.name
     if system != "macOS":
         return Decision(value="unused", reason="only macOS has caffeinate", evidence={"os": system})
-    return Decision(value="on", reason="an idle Mac falls asleep", evidence={"os": system})
+    return Decision(value="on", reason="an idle Mac goes to sleep", evidence={"os": system})
 
 
 @rule("H1", "on_heat")

@@ -86,9 +86,9 @@ def choose_micro_batch(context: RuleContext) -> Decision:
     large kernels keep a GPU busy, and the gradient is the same sum. Losses are summed with the weight of their samples
     or tokens, so a short last micro-batch has its proper weight. With several processes, each splits its own share. On
     M1 and M2 with torch up to 2.13, a matrix product over more than 32,768 rows gives wrong gradients, so micro-batch
-    times length stays within this limit. The batch is not split if that would change what is trained, as with BatchNorm,
-    or with a loss that is not a mean over samples. Parts may have any size: batch sizes that are powers of two gained
-    nothing on a CPU, and only widths need to be multiples of 8 (docs/lab.md, 2026-11-18).
+    times length stays within this limit. The batch is not split if that would change what is trained, as with
+    BatchNorm, or with a loss that is not a mean over samples. Parts may have any size: batch sizes that are powers of
+    two gained nothing on a CPU, and only widths need to be multiples of 8 (docs/lab.md, 2026-11-18).
     When wrong: speed often saturates earlier, so a smaller micro-batch may be as fast and leave memory free. A head
     over more than 32,768 tokens sums over them in its backward pass, with any micro-batch. whet computes a head that is
     an nn.Linear in pieces, and `whet check` detects others.

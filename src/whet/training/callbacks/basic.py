@@ -18,7 +18,7 @@ from whet.training.progress import State
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
-_NO_CAFFEINATE = "no caffeinate here, so the machine may fall asleep while it trains"
+_NO_CAFFEINATE = "caffeinate was not found, so the machine may go to sleep during training"
 
 
 class EarlyStopping(Callback):
