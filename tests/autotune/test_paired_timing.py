@@ -69,7 +69,8 @@ def test_short_simulated_steps_are_timed_in_groups_after_a_warm_up() -> None:
     bench = simulated_bench(0.0005, 0.001)
     result = time_pair(bench)
     assert (result.outcome, len(result.log_ratios)) == ("faster", 5)
-    assert bench.steps == 2 + 2 * 16 * (5 + 1)
+    # 40 steps of 0.5 ms take 20 ms.
+    assert bench.steps == 2 + 2 * 40 * (5 + 1)
 
 
 def test_long_simulated_steps_all_count() -> None:

@@ -135,9 +135,12 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 
 def _is_choice_open(group: dict[str, Any]) -> bool:
-    """Return whether the user set none of the flags that select kernels."""
-    is_default = group.get("fused") is None and group.get("foreach") is None
-    return is_default and not group.get("capturable") and not group.get("differentiable")
+    """Return whether the user set none of the flags that select kernels, or asked for fused ones.
+
+    Fused kernels compute the same bits if they are capturable, but torch refuses to capture them without the flag.
+    """
+    is_open = group.get("fused") is None and group.get("foreach") is None
+    return bool(is_open or group.get("fused")) and not group.get("capturable") and not group.get("differentiable")
 
 
 def _has_same_layout(first: Tensor, second: Tensor) -> bool:

@@ -28,10 +28,11 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
     computes the same. On MPS it reduced a step from 916 to 493 operations, and on a CPU AdamW took 2.1 ms instead of
     3.6 ms.
     Your own optimizer object gets fused kernels too, if it is torch's Adam, AdamW, SGD or Adagrad (Adagrad not on MPS,
-    and on CUDA from torch 2.13 on), and if you did not set `fused`, `foreach` or `capturable`. The update rule is the
-    same, but results are not bit-identical: after 100 steps of AdamW on a CPU, the loss differed by 2.4e-7. The flags
-    of the optimizer are restored when the session ends. torch's other optimizers have no fused kernels, nor have
-    adafactor and adam_atan2, which use lists or a loop.
+    and on CUDA from torch 2.13 on), and if you did not set `foreach`, `capturable` or `fused=False`. The update rule is
+    the same, but results are not bit-identical: after 100 steps of AdamW on a CPU, the loss differed by 2.4e-7. If you
+    set `fused=True`, it becomes capturable, which changes no bits. The flags of the optimizer are restored when the
+    session ends. torch's other optimizers have no fused kernels, nor have adafactor and adam_atan2, which use lists or
+    a loop.
     When wrong: sparse gradients, complex parameters, parameters that are views with gaps, and gradients whose memory
     layout differs from that of their parameter, which torch's fused CPU kernels read wrongly without an error. These
     cases are detected, and your optimizer keeps its own kernels. On MPS, fp16 loss scaling with torch before 2.13.
