@@ -79,6 +79,7 @@ def with_hook(parameters):
         (torch.optim.SGD, None),
         (torch.optim.Adagrad, None),
         (torch.optim.RMSprop, "RMSprop has no fused kernels"),
+        (torch.optim.Adafactor, "Adafactor has no fused kernels"),
         (OwnAdamW, "your OwnAdamW has no fused kernels"),
         (lambda p: torch.optim.AdamW(p, fused=True), None),
         (lambda p: torch.optim.AdamW(p, foreach=True), "you chose the kernels of AdamW"),
@@ -300,6 +301,21 @@ def test_an_optimizer_that_is_fused_already_is_captured_simulated(graphs, tmp_pa
         assert setting_of(tmp_path / graph, "graph")["value"] == graph
         assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["capturable"]) == (True, False)
     assert_same(*results)
+
+
+def test_a_run_leaves_the_update_of_rmsprop_out_of_its_graphs_simulated(graphs, tmp_path):
+    results = []
+    for graph in ("on", "off"):
+        model, _ = train(tmp_path / graph, torch.optim.RMSprop, schedule=one_cycle_of_rates, overrides={"graph": graph})
+        results.append((losses_of(tmp_path / graph), model.state_dict()))
+        assert setting_of(tmp_path / graph, "graph")["value"] == graph
+        assert setting_of(tmp_path / graph, "optimizer_kernels")["value"] == "yours"
+    assert results[0][0] == results[1][0]
+    assert_same(results[0][1], results[1][1])
+
+
+def one_cycle_of_rates(optimizer):
+    return OneCycleLR(optimizer, max_lr=1e-2, total_steps=24, cycle_momentum=False)
 
 
 def test_the_first_steps_decide_whether_steps_are_captured_simulated(graphs, monkeypatch, tmp_path):

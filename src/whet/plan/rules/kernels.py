@@ -106,8 +106,9 @@ def choose_graph(context: RuleContext) -> Decision:
     steps are captured only if launching kernels takes the host three quarters of the time. On an H200, an MLP with
     eight layers of width 512 and a batch of 256 trained 416,217 samples a second with graphs, and 43,237 without.
     The learning rate of your optimizer may change in every step. If other hyperparameters change too, such as the betas
-    with OneCycleLR, the update stays outside the graph.
-    Override: graph=on, graph=off. Optimizers without fused kernels (rule K1) need capturable=True.
+    with OneCycleLR, the update stays outside the graph. So does that of torch's optimizers without fused kernels (rule
+    K1). Other optimizers need capturable=True, because they might keep gradients, which the next replay overwrites.
+    Override: graph=on, graph=off.
     Sources: PyTorch documentation, CUDA semantics, "CUDA graphs"; pytorch/pytorch#180395; docs/choices.
     """
     device, workload = context.device_type, context.workload
@@ -134,7 +135,7 @@ def choose_graph(context: RuleContext) -> Decision:
             if GROUP_NORM_ACTIVATION in workload.layers:
                 reason = "one shape, many small kernels: launching them one by one dominates"
             return Decision(value="on", reason=reason, evidence=evidence)
-    if workload.optimizer_obstacle is not None:
+    if workload.optimizer_obstacle is not None and not workload.may_update_outside:
         reason = f"{workload.optimizer_obstacle}; a captured step needs them, or capturable=True"
         return Decision(value="off", reason=reason, evidence=evidence)
     if workload.lengths_vary or not is_long:
