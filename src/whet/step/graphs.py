@@ -111,7 +111,7 @@ class GraphedStepper(Stepper):
         self._groups = CapturedGroups(optimizer, device.torch_device, dtype=device.lr_dtype)
         self._constants = self._groups.constants()
         self._captures_update = True
-        """False if the update cannot be captured, or if hyperparameters keep changing, such as betas with OneCycleLR."""
+        """False if the update cannot be captured, or hyperparameters keep changing, such as betas with OneCycleLR."""
         self._seen: dict[Hashable, _SeenShape] = {}
         self._captured: dict[Hashable, _CapturedStep] = {}
         self._ema_share: Tensor | None = None
