@@ -179,7 +179,7 @@ def test_slow_steps_before_the_measurement_are_reported(monkeypatch):
 
 
 def test_pauses_of_a_busy_core_count_in_the_estimate_of_a_tiny_model():
-    """A step takes 0.2 ms, and every 20th is interrupted for 4 ms: half of the time is lost in a twentieth of the steps."""
+    """A step takes 0.2 ms, and every 20th is interrupted for 4 ms, which is half of the time."""
 
     class Paused:
         preparation_seconds, step_seconds, num_steps = 0.0, 0.0002, 0

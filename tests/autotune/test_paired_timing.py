@@ -69,7 +69,8 @@ def test_short_simulated_steps_are_timed_in_groups_after_a_warm_up() -> None:
     bench = simulated_bench(0.0005, 0.001)
     result = time_pair(bench)
     assert (result.outcome, len(result.log_ratios)) == ("faster", 5)
-    assert bench.steps == 2 + 2 * 16 * (5 + 1)
+    # 34 steps of the first batch, 0.6 ms each, take 20 ms.
+    assert bench.steps == 2 + 2 * 34 * (5 + 1)
 
 
 def test_long_simulated_steps_all_count() -> None:

@@ -467,6 +467,25 @@ def test_simulated_compiled_code_that_differs_is_not_used() -> None:
     assert "differs from the eager model" in next(t.note for t in actual.trials if t.verdict == "failed")
 
 
+def test_simulated_search_compiles_again_only_until_it_takes_too_long() -> None:
+    """The code of the best settings is cached. That of all others takes minutes, and ends the process of the search."""
+
+    def preparation(plan: Plan) -> float:
+        is_cached = (plan.precision, plan.micro_batch, plan.attention) == cached
+        return 0.2 if plan.compile == "off" else 3.0 if is_cached else 200.0
+
+    workload = TEXT.model_copy(update={"layers": ("sdpa",), "lengths_vary": False})
+    plan = make_plan(load_machine("h200"), workload, overrides={"precision": "bf16"})
+    cached = plan.precision, plan.micro_batch, plan.attention
+    bench = SimulatedStepBench(
+        plan, faster_compiled, preparation=preparation, noise=gaussian(0.01), recovery_seconds=3.0
+    )
+    actual = search(plan, bench, budget_seconds=60, compile_seconds=100)
+    assert actual.settings["compile"] == "on"
+    verdicts = [trial.verdict for trial in actual.trials if trial.against.get("compile") == "on"]
+    assert verdicts.count("cut off") == 1
+
+
 def test_simulated_compiled_code_without_time_for_its_check_is_not_a_failure() -> None:
     """The check takes longer than everything else. The process is killed, and the next search does not wait a month."""
     bench = SimulatedStepBench(

@@ -295,6 +295,23 @@ def test_a_users_optimizer_is_captured_and_trains_like_eager_steps(kind, schedul
     assert not optimizer.param_groups[0]["fused"]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.RMSprop,
+        torch.optim.NAdam,
+        torch.optim.Adafactor,
+        lambda p: torch.optim.AdamW(p, foreach=True),
+        lambda p: torch.optim.AdamW(p, fused=True),
+    ],
+)
+def test_a_step_is_captured_with_or_without_its_update(make, tmp_path: Path) -> None:
+    captured, _ = train_own(tmp_path / "on", make, graph="on")
+    eager, _ = train_own(tmp_path / "off", make, graph="off")
+    assert captured == pytest.approx(eager, rel=1e-4)
+    assert whet.open_run(tmp_path / "on").plan["settings"]["graph"]["value"] == "on"
+
+
 def test_small_steps_are_launch_bound_and_captured_without_a_measurement(tmp_path: Path) -> None:
     train_own(tmp_path / "run", torch.optim.AdamW, graph="launch_bound")
     assert whet.open_run(tmp_path / "run").plan["settings"]["graph"]["value"] == "on"

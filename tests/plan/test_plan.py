@@ -168,6 +168,8 @@ def test_a_model_with_one_shape_and_many_small_kernels_is_captured() -> None:
     other = {"layers": ("conv", "conv2d", "linear")}
     assert graph(**other) == "launch_bound", "its first steps decide"
     assert graph(**other, num_steps=49) == graph(**other, optimizer_obstacle="Lion has no fused kernels") == "off"
+    outside = {"optimizer_obstacle": "RMSprop has no fused kernels", "may_update_outside": True}
+    assert graph(**other, **outside) == "launch_bound", "the update is not captured"
 
 
 def test_whet_attention_needs_capability_9() -> None:

@@ -79,7 +79,9 @@ def with_hook(parameters):
         (torch.optim.SGD, None),
         (torch.optim.Adagrad, None),
         (torch.optim.RMSprop, "RMSprop has no fused kernels"),
+        (torch.optim.Adafactor, "Adafactor has no fused kernels"),
         (OwnAdamW, "your OwnAdamW has no fused kernels"),
+        (lambda p: torch.optim.AdamW(p, fused=True), None),
         (lambda p: torch.optim.AdamW(p, foreach=True), "you chose the kernels of AdamW"),
         (lambda p: torch.optim.AdamW(p, fused=False), "you chose the kernels of AdamW"),
         (lambda p: torch.optim.AdamW(p, capturable=True), "you chose the kernels of AdamW"),
@@ -286,6 +288,34 @@ def test_captured_steps_of_a_users_optimizer_follow_every_schedule_simulated(
     assert reason == "the session is over"
     assert replays >= 15
     assert stepper._captures_update is (schedule != "OneCycleLR")
+
+
+def test_an_optimizer_that_is_fused_already_is_captured_simulated(graphs, tmp_path):
+    """torch captures fused kernels only with capturable=True, which changes no bits."""
+    results = []
+    for graph in ("on", "off"):
+        model, optimizer = train(
+            tmp_path / graph, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), overrides={"graph": graph}
+        )
+        results.append(model.state_dict())
+        assert setting_of(tmp_path / graph, "graph")["value"] == graph
+        assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["capturable"]) == (True, False)
+    assert_same(*results)
+
+
+def test_a_run_leaves_the_update_of_rmsprop_out_of_its_graphs_simulated(graphs, tmp_path):
+    results = []
+    for graph in ("on", "off"):
+        model, _ = train(tmp_path / graph, torch.optim.RMSprop, schedule=one_cycle_of_rates, overrides={"graph": graph})
+        results.append((losses_of(tmp_path / graph), model.state_dict()))
+        assert setting_of(tmp_path / graph, "graph")["value"] == graph
+        assert setting_of(tmp_path / graph, "optimizer_kernels")["value"] == "yours"
+    assert results[0][0] == results[1][0]
+    assert_same(results[0][1], results[1][1])
+
+
+def one_cycle_of_rates(optimizer):
+    return OneCycleLR(optimizer, max_lr=1e-2, total_steps=24, cycle_momentum=False)
 
 
 def test_the_first_steps_decide_whether_steps_are_captured_simulated(graphs, monkeypatch, tmp_path):

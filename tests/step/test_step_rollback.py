@@ -20,8 +20,10 @@ import whet
 from paths import ReportCount
 from small_models import TokenModel, convnet, images, ragged_tokens
 from whet.base.errors import WhetError
+from whet.device.open import open_device
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.step.rollback import StepRollback
 
 pytestmark = pytest.mark.torch
 
@@ -309,3 +311,31 @@ def test_an_evaluation_that_runs_out_of_memory_simulated_takes_fewer_at_once(tmp
     )  # fmt: skip
     assert result.state == "done"
     assert sizes[:3] == [32, 16, 8]
+
+
+def test_running_statistics_are_saved_in_few_operations() -> None:
+    """On a GPU, every operation is a launch, in every step. Buffers that were replaced are saved as well."""
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(20)))
+    rollback, x = StepRollback(model, open_device("cpu").device), torch.randn(4, 3)
+    rollback.save()
+    model(x)
+    rollback.learn()
+    for change in ("none", "none", "replaced", "none", "other dtype", "none", "shrunk"):
+        if change == "replaced":
+            model[3].running_mean = torch.full((3,), 7.0)
+        elif change == "other dtype":
+            model[5].running_var.data = model[5].running_var.double() / 3
+        elif change == "shrunk":
+            model[7].running_mean.resize_(2)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        rollback.save()
+        for buffer in model.buffers():
+            buffer.add_(1)
+        assert rollback.restore()
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name]), (change, name)
+            assert buffer.dtype == before[name].dtype
+    rollback.save()
+    with RunsOut(at=None) as counted:
+        rollback.save()
+    assert counted.count <= 3

@@ -83,7 +83,9 @@ def test_a_loop_that_is_not_measured_says_what_measuring_could_try(monkeypatch):
     options = {"on_event": lambda kind, fields: lines.append(fields["message"]) if kind == "tuning" else None}
     loop(None, measure=False, epochs=10_000, max_steps=None, **options, stop=True)
     assert len(lines) == 1
-    assert lines[0].startswith("not measured: measure=False; whet.tune could try bf16, channels_last and compile: up to")
+    assert lines[0].startswith(
+        "not measured: measure=False; whet.tune could try bf16, channels_last and compile: up to"
+    )
     # A run of a minute is too short to be measured by itself.
     monkeypatch.setattr(tune, "_time_steps", lambda *_: (0.0, 61.0 / 160))
     loop(None, epochs=40, **options, stop=True)

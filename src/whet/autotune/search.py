@@ -221,8 +221,11 @@ def _has_tried(state: _SearchState, precision: str) -> bool:
 def _may_recompile(state: _SearchState, candidate: PlanCandidate) -> bool:
     """Return whether a candidate may justify compiling again.
 
-    Compiled code needs less memory, so a larger micro-batch may fit. A smaller one brings nothing.
+    Compiled code needs less memory, so a larger micro-batch may fit. A smaller one brings nothing. After a compilation
+    that took too long, no other is started: the code of the best settings may come from the cache, that of others not.
     """
+    if any(trial.verdict == "cut off" and trial.against.get("compile", "off") != "off" for trial in state.trials):
+        return False
     is_smaller = candidate.setting == "micro_batch" and candidate.value < state.best.plan.micro_batch  # type: ignore[operator]
     return state.may_recompile and len(candidate.changes) == 1 and not is_smaller
 

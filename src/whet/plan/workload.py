@@ -108,6 +108,8 @@ class Workload(FrozenModel):
     """Bytes of optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     optimizer: str | None = None
     """Class of the user's optimizer object, or None if whet builds the optimizer."""
+    may_update_outside: bool = False
+    """Whether a captured step may leave out the update of the user's optimizer, as with torch's own ones."""
     built_optimizer: str = "adamw"
     """Name of the optimizer that whet builds, if it does."""
     optimizer_obstacle: str | None = None

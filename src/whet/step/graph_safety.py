@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from whet.device.rng import get_host_rng, host_rng_equal, set_host_rng
 from whet.step.loss import BatchLoss
+from whet.step.optimizer_kernels import has_step_hooks, is_of_torch
 from whet.step.rollback import BufferSnapshot
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -41,6 +42,15 @@ def capture_obstacle(optimizer: Optimizer, scaler: torch.amp.GradScaler, device:
     return None
 
 
+def may_update_outside(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> bool:
+    """Return whether the update may follow a captured forward and backward pass.
+
+    Each replay overwrites the gradients, and only torch's own optimizers are known to keep none of them. A loss scaler
+    decides about the update in the graph.
+    """
+    return is_of_torch(optimizer) and not scaler.is_enabled()
+
+
 def hook_obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
     """Return a description of hooks that a replay would not call; None if there are none."""
     shared = [*_MODULE_HOOKS, "_full_backward_hooks"]
@@ -52,7 +62,7 @@ def hook_obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"hooks on {name} would not be called"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         return f"hooks on {type(optimizer).__name__} would not be called"
     return None
 
@@ -78,9 +88,11 @@ class CapturedTensors:
             tuple([t.requires_grad for named in self._tensors for t in named.values() if t is not None]),
         )
 
-    def addresses(self) -> list[int]:
-        """Return the addresses of weights, buffers and optimizer state."""
+    def addresses(self, *, has_update: bool) -> list[int]:
+        """Return the addresses of weights and buffers, and of optimizer state if the update is captured too."""
         addresses = [t.data_ptr() for named in self._tensors for t in named.values() if t is not None]
+        if not has_update:
+            return addresses
         addresses += [
             value.data_ptr()
             for state in self._optimizer.state.values()

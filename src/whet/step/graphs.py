@@ -29,6 +29,7 @@ from whet.step.graph_safety import (
     hook_obstacle,
     loss_dependencies,
     loss_key,
+    may_update_outside,
 )
 from whet.step.loss import MicroLoss, clamp_weight, parse_loss
 from whet.step.rollback import BufferSnapshot
@@ -110,10 +111,13 @@ class GraphedStepper(Stepper):
         self._groups = CapturedGroups(optimizer, device.torch_device, dtype=device.lr_dtype)
         self._constants = self._groups.constants()
         self._captures_update = True
-        """False if a hyperparameter other than the learning rate keeps changing, such as betas with OneCycleLR."""
+        """False if the update cannot be captured, or hyperparameters keep changing, such as betas with OneCycleLR."""
         self._seen: dict[Hashable, _SeenShape] = {}
         self._captured: dict[Hashable, _CapturedStep] = {}
         self._ema_share: Tensor | None = None
+        self._syncs: list[str] = []
+        self._num_compute_syncs = 0
+        """Number of waits in the forward and backward pass of the last eager step."""
         self._num_eager_steps = self._num_recaptures = self._num_replays = self._num_constant_changes = 0
         self.capture_seconds = 0.0
         """Total seconds spent on captures."""
@@ -191,9 +195,12 @@ class GraphedStepper(Stepper):
         )
 
     def _find_obstacle(self) -> None:
-        """Stop capturing if the optimizer or a hook would make replays wrong."""
-        obstacle = capture_obstacle(self.optimizer, self.scaler, self.device.torch_device)
-        obstacle = obstacle or hook_obstacle(self.model, self.optimizer)
+        """Stop capturing if a hook or the optimizer would make replays wrong, or leave the update out of the graph."""
+        obstacle = hook_obstacle(self.model, self.optimizer)
+        if obstacle is None and self._captures_update:
+            obstacle = capture_obstacle(self.optimizer, self.scaler, self.device.torch_device)
+            if obstacle is not None and may_update_outside(self.optimizer, self.scaler):
+                obstacle, self._captures_update = None, False
         if obstacle is not None:
             self.release_graphs(obstacle)
 
@@ -221,8 +228,10 @@ class GraphedStepper(Stepper):
         if seen is None and len(self._seen) < _MAX_SEEN_SHAPES:
             seen = self._seen[key] = _SeenShape()
         start = time.perf_counter()
-        with self._graphs.warm_up() as syncs:
+        with self._graphs.warm_up() as self._syncs:
             outcome = self._step(loss, made, num_samples=num_samples, step=step)
+        # An update outside of the graph may wait for the device.
+        syncs = self._syncs if self._captures_update else self._syncs[: self._num_compute_syncs]
         if self.is_launch_bound is None:
             self._time_launches(start)
         # Clear the gradients, as a replay does: its gradients are in the graph's pool.
@@ -251,6 +260,10 @@ class GraphedStepper(Stepper):
         if not self.is_launch_bound:
             taken = format_percent(share)
             self.release_graphs(f"launching kernels takes {taken} of a step: the device is busy without a capture")
+
+    def _update(self, step: int) -> None:
+        self._num_compute_syncs = len(self._syncs)
+        super()._update(step)
 
     def _update_ema(self, ema: Ema, step: int) -> None:
         if self._ema_share is None:
@@ -347,7 +360,8 @@ class GraphedStepper(Stepper):
         others = [] if self.ema is None else list(self.ema.average.values())
         if self.scaler.is_enabled():
             others += [t for t in (self.scaler._scale, self.scaler._growth_tracker) if t is not None]
-        return [*self._tensors.addresses(), *(tensor.data_ptr() for tensor in others)]
+        addresses = self._tensors.addresses(has_update=self._captures_update)
+        return [*addresses, *(tensor.data_ptr() for tensor in others)]
 
     # --- periodic checks ----------------------------------------------------------------------------------------------
 

@@ -225,8 +225,9 @@ class CompiledCalls:
         """
         if not self._cache_tag:
             return nullcontext()
-        users = torch.compiler.config.cache_key_tag
-        return torch.compiler.config.patch(cache_key_tag=f"{users}{self._cache_tag}")  # type: ignore[no-any-return]
+        config: Any = torch.compiler.config
+        separate: AbstractContextManager[object] = config.patch(cache_key_tag=config.cache_key_tag + self._cache_tag)
+        return separate
 
 
 def _compiled_call(module: nn.Module, is_dynamic: bool | None, attention: str) -> Any:

@@ -24,14 +24,14 @@ _ATTRIBUTES = (
 def kernel_obstacle(optimizer: Optimizer, model: nn.Module) -> str | None:
     """Return the reason why an optimizer keeps its own kernels; None if fused kernels may be used."""
     name = type(optimizer).__name__
-    if not _is_of_torch(optimizer):
+    if not is_of_torch(optimizer):
         # A subclass may compute a different update.
         return f"your {name} has no fused kernels"
     if "fused" not in optimizer.defaults:
         return f"{name} has no fused kernels"
     if not all(_is_choice_open(group) for group in optimizer.param_groups):
         return f"you chose the kernels of {name}"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         return f"{name} has hooks"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(not p.is_floating_point() or p.is_sparse for p in parameters):
@@ -128,16 +128,24 @@ def _place_step_counts(optimizer: Optimizer) -> None:
                 state["step"] = count.to(parameter.device if is_on_device else torch.device("cpu"))
 
 
-def _is_of_torch(optimizer: Optimizer) -> bool:
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks run before or after each update."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
     """Return whether the class of an optimizer is torch's own, and no subclass with its name."""
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and getattr(torch.optim, kind.__name__, None) is kind
+    return getattr(torch.optim, kind.__name__, None) is kind
 
 
 def _is_choice_open(group: dict[str, Any]) -> bool:
-    """Return whether the user set none of the flags that select kernels."""
-    is_default = group.get("fused") is None and group.get("foreach") is None
-    return is_default and not group.get("capturable") and not group.get("differentiable")
+    """Return whether the user set none of the flags that select kernels, or asked for fused ones.
+
+    Fused kernels compute the same bits if they are capturable, but torch refuses to capture them without the flag.
+    """
+    is_open = group.get("fused") is None and group.get("foreach") is None
+    return bool(is_open or group.get("fused")) and not group.get("capturable") and not group.get("differentiable")
 
 
 def _has_same_layout(first: Tensor, second: Tensor) -> bool:

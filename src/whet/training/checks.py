@@ -74,7 +74,7 @@ def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def check_kernels(kernels: Any, optimizer: Mapping[str, str | None]) -> None:
+def check_kernels(kernels: Any, optimizer: Mapping[str, Any]) -> None:
     """Raise UsageError if the optimizer, as a workload describes it, does not support the requested kernels."""
     if kernels == "yours" and "optimizer" not in optimizer:
         raise UsageError(

@@ -21,7 +21,7 @@ from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.run.folder import PYTHON_RECIPE, check_run_name
-from whet.step.optimizer_kernels import kernel_obstacle
+from whet.step.optimizer_kernels import has_step_hooks, is_of_torch, kernel_obstacle
 from whet.step.optimizers import OptimizerChoice
 from whet.training import checks
 from whet.training.callback import Callback
@@ -161,11 +161,15 @@ def _recorded_options(training: TrainingConfig, keywords: SessionKeywords) -> Ma
     return {**training.as_json(), **weights}
 
 
-def _describe_optimizer(optimizer: Optimizer | OptimizerChoice, model: nn.Module) -> dict[str, str | None]:
+def _describe_optimizer(optimizer: Optimizer | OptimizerChoice, model: nn.Module) -> dict[str, Any]:
     """Return the facts about the optimizer that a plan needs."""
     if not isinstance(optimizer, Optimizer):
         return {"built_optimizer": optimizer.name}
-    return {"optimizer": type(optimizer).__name__, "optimizer_obstacle": kernel_obstacle(optimizer, model)}
+    return {
+        "optimizer": type(optimizer).__name__,
+        "optimizer_obstacle": kernel_obstacle(optimizer, model),
+        "may_update_outside": is_of_torch(optimizer) and not has_step_hooks(optimizer),
+    }
 
 
 def plan_from_rules(config: RunConfig) -> Plan:

@@ -57,8 +57,8 @@ _MIN_SEARCH_SHARE = 1 / 2
 _TIMED_VISITS, _TIMED_SECONDS = 5, 0.3
 """Minimum number of visits to time when estimating the length of a run, and their minimum total seconds.
 
-A visit is one step, or as many steps of a tiny model as take 20 ms. Pauses of a busy core hit few of such steps and still
-take much of their time, so leaving out the slowest steps would leave out the pauses.
+A visit is one step, or as many steps of a tiny model as take 20 ms. Pauses of a busy core hit few of such steps and
+still take much of their time, so leaving out the slowest steps would leave out the pauses.
 """
 _SILENT_SECONDS = 1.0
 """Progress of the timed steps is reported after this many seconds."""

@@ -28,10 +28,11 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
     computes the same. On MPS it reduced a step from 916 to 493 operations, and on a CPU AdamW took 2.1 ms instead of
     3.6 ms.
     Your own optimizer object gets fused kernels too, if it is torch's Adam, AdamW, SGD or Adagrad (Adagrad not on MPS,
-    and on CUDA from torch 2.13 on), and if you did not set `fused`, `foreach` or `capturable`. The update rule is the
-    same, but results are not bit-identical: after 100 steps of AdamW on a CPU, the loss differed by 2.4e-7. The flags
-    of the optimizer are restored when the session ends. torch's other optimizers have no fused kernels, nor have
-    adafactor and adam_atan2, which use lists or a loop.
+    and on CUDA from torch 2.13 on), and if you did not set `foreach`, `capturable` or `fused=False`. The update rule is
+    the same, but results are not bit-identical: after 100 steps of AdamW on a CPU, the loss differed by 2.4e-7. If you
+    set `fused=True`, it becomes capturable, which changes no bits. The flags of the optimizer are restored when the
+    session ends. torch's other optimizers have no fused kernels, nor have adafactor and adam_atan2, which use lists or
+    a loop.
     When wrong: sparse gradients, complex parameters, parameters that are views with gaps, and gradients whose memory
     layout differs from that of their parameter, which torch's fused CPU kernels read wrongly without an error. These
     cases are detected, and your optimizer keeps its own kernels. On MPS, fp16 loss scaling with torch before 2.13.
@@ -105,8 +106,9 @@ def choose_graph(context: RuleContext) -> Decision:
     steps are captured only if launching kernels takes the host three quarters of the time. On an H200, an MLP with
     eight layers of width 512 and a batch of 256 trained 416,217 samples a second with graphs, and 43,237 without.
     The learning rate of your optimizer may change in every step. If other hyperparameters change too, such as the betas
-    with OneCycleLR, the update stays outside the graph.
-    Override: graph=on, graph=off. Optimizers without fused kernels (rule K1) need capturable=True.
+    with OneCycleLR, the update stays outside the graph. So does that of torch's optimizers without fused kernels (rule
+    K1). Other optimizers need capturable=True, because they might keep gradients, which the next replay overwrites.
+    Override: graph=on, graph=off.
     Sources: PyTorch documentation, CUDA semantics, "CUDA graphs"; pytorch/pytorch#180395; docs/choices.
     """
     device, workload = context.device_type, context.workload
@@ -133,7 +135,7 @@ def choose_graph(context: RuleContext) -> Decision:
             if GROUP_NORM_ACTIVATION in workload.layers:
                 reason = "one shape, many small kernels: launching them one by one dominates"
             return Decision(value="on", reason=reason, evidence=evidence)
-    if workload.optimizer_obstacle is not None:
+    if workload.optimizer_obstacle is not None and not workload.may_update_outside:
         reason = f"{workload.optimizer_obstacle}; a captured step needs them, or capturable=True"
         return Decision(value="off", reason=reason, evidence=evidence)
     if workload.lengths_vary or not is_long:
