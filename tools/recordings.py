@@ -69,6 +69,8 @@ ONLY_STRAIGHT = ("text-bf16", "text-lora")
 
 EXAMPLES = ("three_lines.py", "own_loop.py", "by_feature/average_and_early_stop.py")
 """Examples that take a run folder and resume."""
+EXAMPLES_WITH_EXIT = ("own_loop.py",)
+"""Examples that call sys.exit with the exit code of the session."""
 EXAMPLES_WITHOUT_RUN = ("by_feature/token_weights.py", "tiny_whet.py")
 
 STOP_AFTER, STOP_SELFPLAY_AFTER, STOP_EXAMPLE_AFTER = 7, 3, 30
@@ -104,6 +106,18 @@ class Segment:
     command: tuple[str, ...]
     signal: str = ""
     after: int = 0
+    exits_after_signal: bool = True
+    """Whether the process exits as a shell expects after SIGINT and SIGTERM. A script that returns exits with 0."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the process if nothing goes wrong."""
+        if not self.signal:
+            return 0
+        number = signal.Signals[f"SIG{self.signal}"].value
+        if self.signal == "KILL":
+            return -number
+        return 128 + number if self.exits_after_signal else 0
 
 
 @dataclass(frozen=True)
@@ -130,7 +144,7 @@ def cases(examples: Path) -> Iterator[Case]:
     growing = ("text", "schedule=constant", "eval_every=5", "threads=1")
     grown = [Segment(train_command((*growing, f"max_steps={steps}"))) for steps in (7, 12)]
     yield Case("text.longer", tuple(grown))
-    by_epoch = train_command(("hex", *TINY_HEX, "epochs=3", "threads=1", "epochs_per_sitting=1"))
+    by_epoch = train_command(("hex", *TINY_HEX, "epochs=3", "threads=1", "epochs_per_session=1"))
     yield Case("hex.by-epoch", (Segment(by_epoch),) * 3)
     text = train_command(RECIPES["text"])
     yield Case("text.interrupted", (Segment(text, "INT", STOP_AFTER), Segment(text)))
@@ -140,7 +154,8 @@ def cases(examples: Path) -> Iterator[Case]:
         command, name = (str(examples / file), "{run}"), Path(file).stem
         yield Case(f"{name}.straight", (Segment(command),))
         for signal_name, suffix in (("TERM", "stopped"), ("KILL", "killed")):
-            yield Case(f"{name}.{suffix}", (Segment(command, signal_name, STOP_EXAMPLE_AFTER), Segment(command)))
+            stopped = Segment(command, signal_name, STOP_EXAMPLE_AFTER, exits_after_signal=file in EXAMPLES_WITH_EXIT)
+            yield Case(f"{name}.{suffix}", (stopped, Segment(command)))
     for file in EXAMPLES_WITHOUT_RUN:
         yield Case(f"{Path(file).stem}.straight", (Segment((str(examples / file),)),))
 
@@ -151,8 +166,8 @@ def train_command(words: Sequence[str], *, restarts: int = 0) -> tuple[str, ...]
     return ("-m", "whet", "--quiet", "train", *words, *options)
 
 
-def record(whet: Path, out: Path, *, examples: Path, renames: Renames, only: str, jobs: int) -> None:
-    """Run all cases and write one JSON file for each."""
+def record(whet: Path, out: Path, *, examples: Path, renames: Renames, only: str, jobs: int) -> bool:
+    """Run all cases and write one JSON file for each; return whether every process ended as expected."""
     out.mkdir(parents=True, exist_ok=True)
     work = out / "work"
     shutil.rmtree(work, ignore_errors=True)
@@ -166,10 +181,14 @@ def record(whet: Path, out: Path, *, examples: Path, renames: Renames, only: str
         actual = recorder.run(case)
         (out / f"{case.name}.json").write_text(json.dumps(actual, indent=1, sort_keys=True) + "\n")
         print(f"{case.name:32} exit {actual['exit_codes']}  {time.monotonic() - begun:.1f} s", flush=True)
+        problems.extend(f"{case.name}: {line}" for line in unexpected_exits(actual))
 
+    problems: list[str] = []
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(run, [case for case in cases(examples.absolute()) if only in case.name]))
     print(f"{time.monotonic() - started:.0f} s in all, in {out}")
+    print("\n".join(problems), end="\n" if problems else "")
+    return not problems
 
 
 class Recorder:
@@ -223,6 +242,7 @@ class Recorder:
         runs = sorted(path.parent for path in folder.rglob("events.jsonl"))
         result = {
             "exit_codes": exit_codes,
+            "expected_exit_codes": [segment.exit_code for segment in case.segments],
             "weights_at_exit": json.loads(weights.read_text()) if weights.exists() else None,
             "runs": {
                 str(run.relative_to(folder)): read_run(run, self._kinds, is_killed=case.is_killed) for run in runs
@@ -380,6 +400,9 @@ def compare(old: Path, new: Path, renames: Renames, *, shown: int) -> bool:
             continue
         before, after = json.loads((old / name).read_text()), json.loads((new / name).read_text())
         columns = {title: list(differences(*pair)) for title, pair in compared(before, after, renames).items()}
+        # Two runs that fail in the same way are equal, but show nothing.
+        for side, recording in (("before", before), ("after", after)):
+            columns["exit"] += [f"{side}: {line}" for line in unexpected_exits(recording)]
         marks = " ".join(f"{'no' if actual else 'yes':8}" for actual in columns.values())
         print(f"{name.removesuffix('.json'):32} {marks}".rstrip())
         for title, actual in columns.items():
@@ -422,6 +445,14 @@ def compared(before: Any, after: Any, renames: Renames) -> dict[str, tuple[Any, 
         "plan": (plans(before, renames), plans(after, {})),
         "exit": (before["exit_codes"], after["exit_codes"]),
     }
+
+
+def unexpected_exits(recording: Mapping[str, Any]) -> Iterator[str]:
+    """Return one line for each process of a recorded run that ended with an unexpected exit code."""
+    pairs = zip(recording["exit_codes"], recording["expected_exit_codes"], strict=True)
+    for number, (code, expected) in enumerate(pairs):
+        if code != expected:
+            yield f"process {number} ended with {code}, expected {expected}"
 
 
 def without_prose(value: Any) -> Any:
@@ -508,8 +539,8 @@ def main() -> int:
     if given.command == "compare":
         return 0 if compare(given.old, given.new, renames, shown=given.shown) else 1
     examples = given.examples or given.whet.absolute().parent.parent / "examples"
-    record(given.whet, given.out, examples=examples, renames=renames, only=given.only, jobs=given.jobs)
-    return 0
+    is_as_expected = record(given.whet, given.out, examples=examples, renames=renames, only=given.only, jobs=given.jobs)
+    return 0 if is_as_expected else 1
 
 
 if __name__ == "__main__":

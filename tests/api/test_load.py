@@ -34,7 +34,7 @@ def trained(tmp_path: Path):
     """A run of 4 epochs with its best evaluation after the second, and the trained model."""
     evaluate.calls = 0
     model = net()
-    overrides = {"checkpoint_epochs": 1, "keep": 4}
+    overrides = {"checkpoint_epochs": 1, "keep_checkpoints": 4}
     result = train(
         model,
         data(),

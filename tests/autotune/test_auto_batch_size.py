@@ -80,7 +80,7 @@ def test_auto_batch_size_is_measured_once_and_kept_on_resume(tmp_path):
     assert len(calls) < 2_000 // chosen.batch + 10
     assert plan_of(tmp_path / "run").workload.batch == chosen
 
-    with pytest.raises(UsageError, match="was made with another lr"):
+    with pytest.raises(UsageError, match="was made with a different lr"):
         whet.train(model, data, loss=loss, optimizer=OptimizerChoice(lr=1e-3), run=tmp_path / "run", **AUTO)
 
 
@@ -145,7 +145,7 @@ def test_auto_batch_size_is_an_error_without_measuring():
     with pytest.raises(UsageError, match="has to be measured"):
         whet.train(model, data, loss=loss, optimizer=OptimizerChoice(), measure=False, **AUTO)
     stream = ({"x": torch.randn(8), "y": torch.tensor(0)} for _ in range(1000))
-    with pytest.raises(UsageError, match="a stream cannot be measured"):
+    with pytest.raises(UsageError, match="an iterable dataset cannot be used for measuring"):
         whet.train(model, stream, loss=loss, optimizer=OptimizerChoice(), **AUTO)
     with pytest.raises(UsageError, match="a session needs a fixed global batch size"):
         whet.Session(model, OptimizerChoice(), data, global_batch_size="auto")

@@ -94,7 +94,7 @@ def test_simulated_budget_is_kept_and_a_size_is_found(budget: float, step: float
     )
     if step == 1.0 and budget < 20:
         # The first steps alone take longer.
-        with pytest.raises(WhetError, match="no global batch could be measured"):
+        with pytest.raises(WhetError, match="no global batch size could be measured"):
             chosen(bench, budget=budget)
     else:
         assert not [point for point in chosen(bench, budget=budget).points if "timeout" in point.note]
@@ -120,7 +120,7 @@ def test_sizes_that_cannot_be_measured_are_refused() -> None:
         chosen(simulated_bench(saturating(50), samples=None))
     with pytest.raises(UsageError, match="too few samples"):
         chosen(simulated_bench(saturating(50), samples=300))
-    with pytest.raises(WhetError, match="no global batch could be measured"):
+    with pytest.raises(WhetError, match="no global batch size could be measured"):
         chosen(simulated_bench(saturating(50), failure=lambda _: "error"))
     assert batch_sizes_to_try(32, 330) == [8, 16]
     assert batch_sizes_to_try(48, 2_000) == [12, 24, 48, 96]

@@ -118,7 +118,7 @@ def test_related_metrics_are_grouped_and_know_what_is_better(
             log.append("eval", step=step, accuracy=0.5, macro_f1=0.4, bleu=31.0, perplexity=3.0, closeness=2.0)
     page = opened(run, browser, pictures, visits)
     shown = charts(page)
-    held_out = "On samples the model does not train on."
+    held_out = "On samples that the model is not trained on."
     assert list(shown)[:2] == ["loss", "macro f1, accuracy"], "the goal is next to the loss"
     assert shown["macro f1, accuracy"] == (f"{held_out} Higher is better.", ["macro f1", "accuracy"])
     assert shown["bleu"][0] == f"{held_out} Higher is better."

@@ -127,7 +127,7 @@ def test_auto_batch_size_is_measured_once_by_the_command(warm_whet: Run, tmp_pat
     assert "measuring" not in again.stderr
     assert "all 2 epochs done" in again.stdout
     assert json.loads((tmp_path / "run/config.json").read_text())["lr"] == config["lr"]
-    assert "was made with another lr" in warm_whet(*words, "lr=1").stderr
+    assert "was made with a different lr" in warm_whet(*words, "lr=1").stderr
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_a_built_in_configuration_is_read_by_name(tmp_path: Path, monkeypatch: p
 def test_a_list_of_defaults_of_hydra_is_answered_with_what_to_write(tmp_path: Path) -> None:
     file = tmp_path / "cfg_chat.yaml"
     file.write_text("defaults:\n  - arch: trm_chat\n  - _self_\nlr: 3e-4\n")
-    with pytest.raises(UsageError, match="Hydra's list of defaults") as caught:
+    with pytest.raises(UsageError, match="Hydra's defaults list") as caught:
         resolve_config(ChatConfig, file=file)
     assert "write the keys of arch/trm_chat.yaml under arch:" in str(caught.value.try_)
     assert "--config-name cfg_chat" in str(caught.value.try_)
@@ -207,7 +207,7 @@ def test_auto_is_no_override() -> None:
         ("epochs=0", "epochs must be greater than 0", "epochs=10"),
         ("ema=maybe", "ema must be true or false", "ema=False"),
         ("precision=bf8", "'bf16'", "precision=auto"),
-        ("keep=1", "keep must be a whole number, 2 or more", "keep=auto"),
+        ("keep_checkpoints=1", "keep_checkpoints must be a whole number, 2 or more", "keep_checkpoints=auto"),
         ("dropout=1", "dropout must be less than 1", "dropout=0.1"),
         ("lr=nan", "lr must be", "lr="),
         ("lr=inf", "lr must be", "lr="),
@@ -253,8 +253,8 @@ def test_repeated_yaml_key_is_named_with_its_line(tmp_path: Path) -> None:
     [
         ("a.toml", b"lr = ", "not valid TOML"),
         ("a.yaml", b"lr: [1", "not valid YAML"),
-        ("a.yaml", b"- 1\n- 2\n", "does not hold keys"),
-        ("a.yaml", b"3: 4\n", "does not hold keys"),
+        ("a.yaml", b"- 1\n- 2\n", "does not contain keys"),
+        ("a.yaml", b"3: 4\n", "does not contain keys"),
         ("a.yaml", b"a: &x 1\nb: *x\n", "aliases"),
         ("a.yaml", b"lr: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
         ("a.yaml", b"lr: 1e-4\nepochs: 2\nlr: 1e-3\n", "not valid YAML"),

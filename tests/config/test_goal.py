@@ -25,7 +25,7 @@ def test_the_words_of_a_name_tell_the_direction(names: str, mode: str | None) ->
 
 
 def test_a_name_that_tells_nothing_is_asked_for() -> None:
-    with pytest.raises(UsageError, match="does not tell whether lower or higher") as refused:
+    with pytest.raises(UsageError, match="does not imply whether lower or higher") as refused:
         resolve_mode("closeness", "auto")
     assert 'mode="min"' in str(refused.value.try_)
     assert (resolve_mode("closeness", "max"), resolve_mode("closeness", "min")) == ("max", "min")

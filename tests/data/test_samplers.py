@@ -275,7 +275,7 @@ def test_a_split_of_later_batches_is_checked_with_the_first() -> None:
     """The first batch is smaller than a micro-batch, and the loss is no mean over samples."""
     model = torch.nn.Linear(3, 5)
     data = DataLoader(TENSORS, batch_sampler=VaryingBatches())
-    with pytest.raises(UsageError, match="micro_batch=4 would change the training"):
+    with pytest.raises(UsageError, match="micro_batch=4 would change what is trained"):
         whet.train(
             model,
             data,

@@ -207,7 +207,7 @@ def test_missing_device_is_an_error() -> None:
     assert choose_device("cpu", mac) == "cpu"
     assert choose_device("auto", Machine(name="b")) == "cpu"
     for name in ("cuda", "cuda:1"):
-        with pytest.raises(UsageError, match=f"no {name} to examine"):
+        with pytest.raises(UsageError, match=f"no {name} device to test"):
             choose_device(name, mac)
     with pytest.raises(WhetError, match="torch cannot be imported"):
         choose_device("cpu", Machine(name="c", torch=TorchFacts(error="ImportError: no")))

@@ -94,7 +94,7 @@ def test_another_format_is_refused_with_a_hint(
 ) -> None:
     folder = run / "checkpoints" / "step-000000004"
     checkpoint_damage.write_files(folder, lie(checkpoint_damage.read_files(folder)))
-    with pytest.raises(WhetError, match="another format") as caught:
+    with pytest.raises(WhetError, match="unsupported format") as caught:
         newest(run)
     assert hint in str(caught.value.try_)
 
@@ -125,11 +125,11 @@ def test_weights_that_are_no_numbers_and_a_strange_state_are_refused(fault_runs:
     strange = {
         "weights are NaN or Inf": checkpoint_damage.rehash({**good, TENSORS: nan}),
         "unknown structure": checkpoint_damage.in_facts(optimizer=[])(good),
-        "another optimizer": checkpoint_damage.in_facts(optimizer={**facts["optimizer"], "class": "SGD"})(good),
+        "a different optimizer": checkpoint_damage.in_facts(optimizer={**facts["optimizer"], "class": "SGD"})(good),
         "parameter groups differ": checkpoint_damage.in_facts(optimizer={**facts["optimizer"], "groups": groups[:1]})(
             good
         ),
-        "progress has another structure": checkpoint_damage.in_facts(
+        "progress has an unknown structure": checkpoint_damage.in_facts(
             progress={**facts["progress"], "progress": {"step": 4}}
         )(good),
     }

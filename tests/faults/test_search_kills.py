@@ -187,7 +187,16 @@ def _wait_somewhere(trial: optuna.trial.FrozenTrial, draw: random.Random) -> Non
 def _kill_again_and_again(workers, tmp_path, url, report_count, *, restart) -> None:
     kills = int(os.environ.get("WHET_SEARCH_KILLS", "30"))
     trials = max(4, kills // 2)
-    words = ["lr=1e-4..1:log", "pause=0.5", "checkpoint_steps=2", "keep=9", "--trials", str(trials), "--seeds", "0"]
+    words = [
+        "lr=1e-4..1:log",
+        "pause=0.5",
+        "checkpoint_steps=2",
+        "keep_checkpoints=9",
+        "--trials",
+        str(trials),
+        "--seeds",
+        "0",
+    ]
     made = workers(*words, "--pruner", "NopPruner", *(["--storage", url] if url else []))
     folder, draw = tmp_path / "runs" / "s", random.Random(7)
     made.start()

@@ -28,8 +28,8 @@ from whet.hpo.study import (
     RUN,
     STOPPED,
     TASK,
+    DeadOwnerDetector,
     SearchStudy,
-    SilenceDetector,
     TrialOwner,
     counts,
     this_process,
@@ -199,7 +199,7 @@ def test_silence_of_another_machine_with_a_simulated_clock(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("whet.hpo.study.time.monotonic", lambda: clock[0])
     other = {"owner": TrialOwner(host="elsewhere", pid=1, started=0.0).as_json(), "heartbeat": 1}
-    silence = SilenceDetector()
+    silence = DeadOwnerDetector()
     assert not silence.is_dead(0, other)
     clock[0] = 59.0
     assert not silence.is_dead(0, other)

@@ -10,9 +10,11 @@ from whet.base.errors import UsageError
 from whet.machine.environment import read_environment
 from whet.machine.facts import CpuFacts, EnvironmentFacts, Machine, OperatingSystem, SystemState
 from whet.machine.known import load_machine
+from whet.plan.environment import forced_value
 from whet.plan.plan import Plan, make_plan, override
+from whet.plan.rule import RuleContext
 from whet.plan.setting import MeasuredSetting
-from whet.plan.values import SETTING_NAMES
+from whet.plan.values import SETTING_NAMES, names_of
 from whet.plan.workload import Workload
 
 MAC = load_machine("m2-air-8gb")
@@ -80,6 +82,11 @@ def test_what_the_environment_fixes_is_in_the_plan(machine: Machine, facts: dict
         assert setting.evidence["origin"] in setting.reason
     others = {name for name, setting in made.settings.items() if setting.source == "environment"} - {*values}
     assert others == set()
+    context = RuleContext(
+        machine=machine, system_state=made.system_state, workload=made.workload, settings=made.settings
+    )
+    finals = {name for name in SETTING_NAMES if (forced := forced_value(name, context)) and forced.is_final}
+    assert finals <= set(names_of(lambda setting: setting.is_final)), "a resume takes their current values"
 
 
 def test_watermarks_that_whet_has_set_itself_are_a_rule() -> None:

@@ -166,14 +166,18 @@ def test_proof_needs_kills_at_disk_calls(prove_it: Prove, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_proof_works_on_a_machine_that_became_busier(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pace of a machine ten times as fast: every timed kill would come before the first checkpoint."""
+    """The durations of a machine ten times as fast: every timed kill would come before the first checkpoint."""
 
-    def faster(life: TrainingProcess) -> kills.ProofPace:
-        pace = kills.measure_pace(life)
-        tenth = {field.name: getattr(pace, field.name) / 10 for field in fields(pace) if field.name != "draft_seconds"}
-        return kills.ProofPace(**tenth, draft_seconds=tuple(seconds / 10 for seconds in pace.draft_seconds))
+    def faster(life: TrainingProcess) -> kills.ProofDurations:
+        durations = kills.measure_durations(life)
+        tenth = {
+            field.name: getattr(durations, field.name) / 10
+            for field in fields(durations)
+            if field.name != "draft_seconds"
+        }
+        return kills.ProofDurations(**tenth, draft_seconds=tuple(seconds / 10 for seconds in durations.draft_seconds))
 
-    monkeypatch.setattr(proof_module, "measure_pace", faster)
+    monkeypatch.setattr(proof_module, "measure_durations", faster)
     proof = prove_it(num_kills=4, disk_seconds=1.0)
     assert (proof.verdict, proof.reason) == ("proved", None)
 
@@ -183,8 +187,8 @@ def test_proof_needs_resumed_processes(prove_it: Prove, monkeypatch: pytest.Monk
     monkeypatch.setattr(kills, "EARLY_SHARE", 1.0)
     monkeypatch.setattr(
         proof_module,
-        "measure_pace",
-        lambda life: kills.ProofPace(start_seconds=0.01, train_seconds=1.0, save_seconds=0.0),
+        "measure_durations",
+        lambda life: kills.ProofDurations(start_seconds=0.01, train_seconds=1.0, save_seconds=0.0),
     )
     monkeypatch.setattr(kills, "MAX_EXTRA_KILLS", 1)
     proof = prove_it(num_kills=4, disk_seconds=1.0)

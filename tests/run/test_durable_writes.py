@@ -92,23 +92,53 @@ def test_publish_shows_all_or_nothing(tmp_path: Path) -> None:
     assert names(tmp_path / "it") == ["one"]
 
 
-def test_publish_syncs_every_file_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: set[int] = set()
+def inodes(*paths: Path) -> set[int]:
+    return {path.stat().st_ino for path in paths}
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The inodes of all files and folders that are synced."""
+    numbers: set[int] = set()
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
-        synced.add(os.fstat(descriptor).st_ino)
+        numbers.add(os.fstat(descriptor).st_ino)
         real(descriptor)
 
+    monkeypatch.setattr(durable.os, "fsync", fsync)
+    return numbers
+
+
+def test_publish_syncs_every_file_and_folder(tmp_path: Path, synced: set[int]) -> None:
     def fill(draft: Path) -> None:
         (draft / "sub").mkdir()
         durable.write_draft(draft / "sub" / "deep", data=b"1")
         durable.write_draft(draft / "flat", data=b"2")
 
-    monkeypatch.setattr(durable.os, "fsync", fsync)
     durable.publish_directory(tmp_path / "it", fill=fill)
-    needed = [tmp_path, tmp_path / "it", *(tmp_path / "it").rglob("*")]
-    assert {p.stat().st_ino for p in needed} <= synced
+    assert inodes(tmp_path, tmp_path / "it", *(tmp_path / "it").rglob("*")) <= synced
+
+
+def test_files_of_other_libraries_are_synced(tmp_path: Path, synced: set[int]) -> None:
+    def fill(draft: Path) -> None:
+        (draft / "sub").mkdir()
+        (draft / "sub" / "deep").write_bytes(b"1")
+        (draft / "flat").write_bytes(b"2")
+        durable.sync_files(draft)
+
+    durable.publish_directory(tmp_path / "it", fill=fill)
+    assert inodes(*(tmp_path / "it").rglob("*")) <= synced
+
+
+def test_a_move_is_durable_in_both_folders(tmp_path: Path, synced: set[int]) -> None:
+    (tmp_path / "from" / "run").mkdir(parents=True)
+    (tmp_path / "to").mkdir()
+    durable.move(tmp_path / "from" / "run", tmp_path / "to" / "run")
+    assert inodes(tmp_path / "from", tmp_path / "to") <= synced
+    aside = durable.move_aside(tmp_path / "to" / "run")
+    assert durable.is_leftover(aside)
+    assert names(tmp_path / "to") == [aside.name]
 
 
 def test_make_directory_returns_new_folders_and_removes_them_on_failure(tmp_path: Path) -> None:

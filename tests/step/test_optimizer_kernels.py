@@ -15,9 +15,12 @@ from whet.base.errors import UsageError
 from whet.data.order import epoch_order
 from whet.device.cpu import CpuDevice
 from whet.device.fake import SimulatedGraphs
+from whet.plan.workload import OPTIMIZER_KERNELS
 from whet.run.events import History
 from whet.step.graphs import GraphedStepper
 from whet.step.optimizer_kernels import gradient_obstacle, kernel_obstacle, save_kernels, set_kernels
+from whet.step.optimizers import OptimizerChoice, build_optimizer
+from whet.training.run_config import plan_from_rules
 
 pytestmark = pytest.mark.torch
 
@@ -86,6 +89,30 @@ def with_hook(parameters):
 def test_only_torchs_own_optimizers_with_open_flags_get_other_kernels(make, reason):
     net = make_net()
     assert kernel_obstacle(make(net.parameters()), net) == reason
+
+
+def test_kernels_by_name_are_those_of_the_classes():
+    """The rules know only names. torch's signatures say which kernels exist."""
+    for name, kernels in OPTIMIZER_KERNELS.items():
+        optimizer = build_optimizer(OptimizerChoice(name=name), make_net(), CpuDevice(), kernels="loop")
+        assert (name, tuple(flag for flag in ("fused", "foreach") if flag in optimizer.defaults)) == (
+            name,
+            kernels[:-1],
+        )
+
+
+@pytest.mark.parametrize(("name", "expected"), [("adafactor", "loop"), ("adam_atan2", "foreach"), ("adamw", "fused")])
+def test_plan_names_kernels_that_the_built_optimizer_has(name, expected):
+    def setting(**overrides):
+        choice, options = OptimizerChoice(name=name), {"global_batch_size": 8, "device": "cpu", "on_event": None}
+        config = whet.Session(make_net(), choice, rows(32), overrides=overrides, **options).config
+        return plan_from_rules(config).settings["optimizer_kernels"]
+
+    assert setting().value == expected
+    if name != "adamw":
+        assert setting().reason == f"{name} has no fused kernels"
+        with pytest.raises(UsageError, match=f"{name} has no fused kernels"):
+            setting(optimizer_kernels="fused")
 
 
 def test_parameters_that_fused_kernels_update_wrongly_are_found():

@@ -77,7 +77,7 @@ class Prepared:
             os.abort()
         return 0.1 + index
 
-    def check(self) -> None:
+    def check(self, *, seconds: float) -> None:
         pass
 
     def peak_bytes(self) -> int | None:

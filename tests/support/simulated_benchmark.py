@@ -78,7 +78,7 @@ class SimulatedSweepStep:
         self._bench.visited.append((micro_batch, index))
         return taken
 
-    def check(self):
+    def check(self, *, seconds):
         pass
 
     def peak_bytes(self):

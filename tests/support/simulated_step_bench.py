@@ -49,7 +49,12 @@ class SimulatedPreparedStep:
         self.bench._recover()
         return self.bench.make_step(self.settings, index)
 
-    def check(self) -> None:
+    def check(self, *, seconds: float) -> None:
+        takes = self.bench.check_seconds
+        self.bench.now += min(takes, seconds)
+        if takes > seconds:
+            self.bench._is_down = True
+            raise ProbeFailedError(f"no answer within {seconds:.1f} s", kind="timeout")
         if not self.bench.compiles_correctly(self.bench.planned(self.settings)):
             raise ProbeFailedError("the loss differs from the eager model", kind="error")
 
@@ -74,6 +79,7 @@ class SimulatedStepBench:
     agrees: Callable[[Plan], bool] = lambda _plan: True
     compiles_correctly: Callable[[Plan], bool] = lambda _plan: True
     agreement_seconds: float = 0.1
+    check_seconds: float = 0.0
     failure: Callable[[Plan], FailureKind | None] = lambda _plan: None
     """How preparing fails; a "timeout" uses all the seconds it was given."""
     ends_at: float | None = None

@@ -34,7 +34,7 @@ def train(run: Path, *, ema: bool = False, has_test: bool = True, mode: str = "m
         model, data, loss=lambda micro: ((model(micro.x) - micro.y) ** 2).mean(), run=run, ema=ema, on_event=None,
         optimizer=whet.OptimizerChoice(name="sgd", lr=0.05), evaluate=evaluate, val=data, measure=False,
         test=wide if has_test else None, goal="score", mode=mode, global_batch_size=4, epochs=3, device="cpu",
-        overrides={"keep": 2},
+        overrides={"keep_checkpoints": 2},
     )  # fmt: skip
     return seen
 

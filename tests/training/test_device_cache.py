@@ -32,7 +32,7 @@ def run_steps(num: int) -> tuple[Device, list[tuple[int, str]]]:
     """Return the device and the warnings after so many steps of a second each."""
     device, warnings = Device(), list[tuple[int, str]]()
     log = SimpleNamespace(event=lambda _, *, step, reason, **__: warnings.append((step, reason)))
-    plan = SimpleNamespace(empty_cache="as needed")
+    plan = SimpleNamespace(empty_cache="on")
     executor = SimpleNamespace(splitting=SimpleNamespace(shapes=()))
     now = 0.0
     callback = DeviceCache(clock=lambda: now)

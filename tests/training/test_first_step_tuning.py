@@ -42,7 +42,7 @@ def measured(monkeypatch):
     return calls
 
 
-def loop(path, *, optimizer=torch.optim.AdamW, **options):
+def loop(path, *, optimizer=torch.optim.AdamW, stop=False, **options):
     torch.manual_seed(0)
     model = convnet(dropout=0.1)
     own = optimizer(model.parameters(), lr=1e-2)
@@ -57,6 +57,8 @@ def loop(path, *, optimizer=torch.optim.AdamW, **options):
     ) as session:
         for batch in session:
             session.step(functional.cross_entropy, batch)
+            if stop:
+                break
     return model, session
 
 
@@ -74,6 +76,22 @@ def test_the_measured_plan_trains_every_step_and_a_resume(measured, tmp_path):
     assert event.fields["exactness"].startswith("session state restored exactly")
     assert len(measured) == 3, "a resumed run has its plan"
     assert model[0].weight.is_contiguous(), "the layout is restored afterward"
+
+
+def test_a_loop_that_is_not_measured_says_what_measuring_could_try(monkeypatch):
+    lines: list[str] = []
+    options = {"on_event": lambda kind, fields: lines.append(fields["message"]) if kind == "tuning" else None}
+    loop(None, measure=False, epochs=10_000, max_steps=None, **options, stop=True)
+    assert len(lines) == 1
+    assert lines[0].startswith("not measured: measure=False; whet.tune could try bf16, channels_last and compile: up to")
+    # A run of a minute is too short to be measured by itself.
+    monkeypatch.setattr(tune, "_time_steps", lambda *_: (0.0, 61.0 / 160))
+    loop(None, epochs=40, **options, stop=True)
+    assert len(lines) == 2
+    assert lines[1].startswith("not measured: about ")
+    assert ", too short to measure which settings are fastest; whet.tune could try bf16" in lines[1]
+    loop(None, measure=False, **options)
+    assert len(lines) == 2, "16 steps are not worth a line"
 
 
 def test_what_is_not_measured(measured, tmp_path):

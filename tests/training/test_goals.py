@@ -58,25 +58,25 @@ def test_a_goal_of_unknown_direction_is_refused_before_anything_is_written(tmp_p
         return cross_entropy(model)(micro)
 
     options = {"evaluate": lambda model, micro_batches: {"closeness": 1.0}, "val": images(4, seed=1)}
-    with pytest.raises(UsageError, match="does not tell whether lower or higher"):
+    with pytest.raises(UsageError, match="does not imply whether lower or higher"):
         train(model, images(16, seed=0), loss, **options, goal="closeness", run=tmp_path / "run")
     assert (steps, (tmp_path / "run").exists()) == ([], False)
     assert train(model, images(16, seed=0), loss, **options, goal="closeness", mode="min").best is not None
-    with pytest.raises(UsageError, match="does not tell whether lower or higher"):
+    with pytest.raises(UsageError, match="does not imply whether lower or higher"):
         whet.Session(model, sgd(model), images(8, seed=0), global_batch_size=8, goal="closeness")
 
 
 @pytest.mark.parametrize("option", [{"patience": 2}, {"schedule": "plateau"}])
 def test_an_option_that_watches_nothing_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
     model, data = convnet(), images(16, seed=0)
-    with pytest.raises(UsageError, match="watches the goal, and none is evaluated"):
+    with pytest.raises(UsageError, match="needs a goal metric, but none is evaluated"):
         train(model, data, run=tmp_path / "run", **option)
-    with pytest.raises(UsageError, match="watches the goal, and none is evaluated"):
+    with pytest.raises(UsageError, match="needs a goal metric, but none is evaluated"):
         train(model, data, run=tmp_path / "run", goal="accuracy", **option)
     evaluation = {"evaluate": lambda model, micro_batches: {"accuracy": 1.0}, "val": images(4, seed=1)}
-    with pytest.raises(UsageError, match="watches the goal, and none is evaluated"):
+    with pytest.raises(UsageError, match="needs a goal metric, but none is evaluated"):
         train(model, data, run=tmp_path / "run", **evaluation, **option)
-    with pytest.raises(UsageError, match="watches the goal, and none is evaluated"):
+    with pytest.raises(UsageError, match="needs a goal metric, but none is evaluated"):
         whet.Session(model, sgd(model), data, global_batch_size=8, run=tmp_path / "run", **option)
     assert not (tmp_path / "run").exists()
     assert train(model, data, val=images(4, seed=1), **option).state == "done"
@@ -275,7 +275,7 @@ def test_another_goal_than_the_runs_is_refused(tmp_path: Path) -> None:
     options = {"val": images(4, seed=1), "run": tmp_path / "run"}
     first = train(convnet(), images(16, seed=0), **options)
     accuracy = {"evaluate": lambda model, micro_batches: {"accuracy": 0.5}, "goal": "accuracy"}
-    with pytest.raises(UsageError, match="started with another goal") as refused:
+    with pytest.raises(UsageError, match="started with a different goal") as refused:
         train(convnet(), images(16, seed=0), **options, **accuracy, epochs=2)
     assert "accuracy (max); the run has val_loss (min)" in str(refused.value)
     again = train(convnet(), images(16, seed=0), **options, epochs=2)

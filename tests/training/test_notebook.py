@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import whet
 from small_training import train
 from whet.base.errors import InsufficientMemoryError
+from whet.device.cpu import CpuDevice
+from whet.device.fake import FakeDevice
 from whet.training.callbacks import progress
 from whet.training.notebook import held_by_cells, name_held_memory
 
@@ -49,16 +51,16 @@ def test_simulated_cells_that_hold_memory_are_named(notebook: SimulatedNotebook)
         "Out": {5: torch.zeros(9_000_000)},
         "number": 3,
     }
-    held = held_by_cells((model, data), device="cpu")
+    held = held_by_cells((model, data), device=CpuDevice())
     assert {**held} == {"old": 36_012_000, "Out[5]": 36_000_000, "batches": 16_000_000}
     error = name_held_memory(
         InsufficientMemoryError("it does not fit", got="out of memory", try_="a smaller model"),
         (model, data),
-        device="cpu",
+        device=CpuDevice(),
     )
     assert "earlier cells hold old (34.3 MB), Out[5] (34.3 MB), batches (15.3 MB)" in str(error)
     assert "del old, batches, and run the cell again; or a smaller model" in str(error)
-    assert held_by_cells((model, data), device="cuda") == {}, "these tensors are not on that device"
+    assert held_by_cells((model, data), device=FakeDevice()) == {}, "these tensors are not on that device"
 
 
 def test_tensors_of_the_training_data_are_not_named(notebook: SimulatedNotebook) -> None:
@@ -66,12 +68,12 @@ def test_tensors_of_the_training_data_are_not_named(notebook: SimulatedNotebook)
     old = DataLoader(TensorDataset(torch.zeros(5_000_000, 1)))
     data = DataLoader(Subset(TensorDataset(x, y), range(100)))
     notebook.user_ns |= {"x": x, "y": y, "data": data, "old": old}
-    assert held_by_cells((data,), device="cpu") == {"old": 20_000_000}
+    assert held_by_cells((data,), device=CpuDevice()) == {"old": 20_000_000}
 
 
 def test_outside_of_a_notebook_nothing_is_named() -> None:
     error = InsufficientMemoryError("it does not fit", got="out of memory", try_="a smaller model")
-    assert name_held_memory(error, (), device="cpu") is error
+    assert name_held_memory(error, (), device=CpuDevice()) is error
 
 
 def test_simulated_shortage_of_memory_names_the_cells(notebook: SimulatedNotebook, tmp_path: Path) -> None:

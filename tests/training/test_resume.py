@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint_is_left_for_an_older_one(
 
 
 def test_a_damaged_checkpoint_does_not_displace_a_complete_one(fork_server: ForkServer, tmp_path: Path) -> None:
-    run, overrides = tmp_path / "damaged", 'overrides={"checkpoint_steps": 40, "keep": 3}'
+    run, overrides = tmp_path / "damaged", 'overrides={"checkpoint_steps": 40, "keep_checkpoints": 3}'
     assert finish(fork_server, run, "epochs_per_session=1", overrides) == 0
     folder = open_run(run).checkpoints
     assert store.list_steps(folder) == [0, 7, 10]
@@ -183,7 +183,7 @@ def test_a_changed_key_is_refused_by_name(fork_server: ForkServer, tmp_path: Pat
     process = fork_server.start(JOB, run, "seed=12")
     code, errors = process.wait()
     assert code == 1
-    assert "was started with another seed" in errors
+    assert "was started with a different seed" in errors
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
     assert after == before
 

@@ -114,9 +114,12 @@ class Opaque(torch.optim.SGD):
     [
         (
             {"register": {"mine": Forgetful()}},
-            r"does not survive a checkpoint: saved and restored.*\n.*mine.*count 3 -> 4",
+            r"cannot be restored from a checkpoint: saved and restored.*\n.*mine.*count 3 -> 4",
         ),
-        ({"register": {"mine": Refusing()}}, r"does not survive a checkpoint: .*cannot be restored\n.*another version"),
+        (
+            {"register": {"mine": Refusing()}},
+            r"cannot be restored from a checkpoint: .*cannot be restored\n.*another version",
+        ),
         ({"optimizer": Opaque}, r"state of the optimizer cannot be saved without pickle\n.*note"),
     ],
 )

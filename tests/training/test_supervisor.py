@@ -69,7 +69,7 @@ def test_a_killed_training_restarts_and_ends_with_the_same_bits(
     child_after(process, cut, step=50).kill()
     out, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, errors
-    assert "the training was killed by SIGKILL; it resumes with the same plan" in errors
+    assert "the training process was killed by SIGKILL; it resumes with the same plan" in errors
     assert "all 2 epochs done" in out
     assert len(list(read_events(open_run(cut), kinds=("start", "resume")))) == 2
     ours, theirs = store.load_newest(open_run(cut).checkpoints), store.load_newest(open_run(whole).checkpoints)
@@ -192,7 +192,7 @@ def test_a_kill_before_the_start_is_reported(table: Path, tmp_path: Path) -> Non
     psutil.Process(process.pid).children()[0].kill()
     _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 137
-    assert "the training was killed before it began" in errors
+    assert "the training process was killed before its first step" in errors
 
 
 CODES = {"2>/dev/full": 0, "2>&-": 0, ">&- 2>&-": 0, ">/dev/full": 1}
@@ -248,7 +248,7 @@ def test_a_training_that_is_killed_while_it_is_measured_starts_without(tmp_path:
     _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, errors
     assert counter.read_text() == "x"
-    assert "the training was killed by SIGKILL while plans were measured; it starts without" in errors
+    assert "the training process was killed by SIGKILL during measuring; it restarts without" in errors
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ PLANS = {
         Workload(recipe="test", num_parameters=1000, global_batch_size=8),
         overrides={"on_heat": policy},
     )
-    for policy in ("warn", "pace", "pause")
+    for policy in ("warn", "slow_down", "pause")
 }
 
 readings = st.builds(
@@ -173,7 +173,7 @@ def test_memory_pressure_is_reported_and_critical_pressure_saves_immediately() -
 
 
 def test_pace_rests_a_share_of_the_time_more_while_hot_and_less_while_cool() -> None:
-    stage = Stage("pace")
+    stage = Stage("slow_down")
     stage.live(HOT)
     shares = []
     for reading in [HOT] * 60 + [COOL] * 60:
@@ -188,7 +188,7 @@ def test_pace_rests_a_share_of_the_time_more_while_hot_and_less_while_cool() -> 
 
 
 def test_pace_without_a_sensor_never_rests_much() -> None:
-    stage = Stage("pace")
+    stage = Stage("slow_down")
     for factor in [1.0] * 10 + [1.5] * 100:
         stage.live(SystemState(), step_seconds=0.1 * factor)
     assert 0 < sum(stage.rests) / (stage.now - 1050) < 0.25
@@ -228,7 +228,7 @@ def test_a_machine_that_never_cools_down_still_trains() -> None:
 
 
 def test_a_stop_request_ends_a_pause() -> None:
-    for policy in ("pace", "pause"):
+    for policy in ("slow_down", "pause"):
         stage = Stage(policy)
         stage.live(HOT, seconds=0.5)
         stage.thermal.should_stop = lambda: True
@@ -476,10 +476,10 @@ def test_on_heat_may_change_and_an_older_plan_resumes(tmp_path: Path) -> None:
     saved = json.loads((run / "plan.json").read_text())
     del saved["settings"]["on_heat"], saved["overrides"]["on_heat"]
     (run / "plan.json").write_text(json.dumps(saved))
-    fit(run, policy="pace", read_sensors=lambda: COOL)
+    fit(run, policy="slow_down", read_sensors=lambda: COOL)
     assert whet.summarize(run).state == "done"
     setting = json.loads((run / "plan.json").read_text())["settings"]["on_heat"]
-    assert (setting["value"], setting["source"]) == ("pace", "you")
+    assert (setting["value"], setting["source"]) == ("slow_down", "you")
 
 
 # --- on the screen ---------------------------------------------------------------------------------------------------

@@ -416,7 +416,7 @@ class Foreign:
         (Foreign, {"schedule_interval": "step"}, "no scheduler of torch"),
         (MAKERS["OneCycleLR"], {"epochs": EPOCHS + 1}, "OneCycleLR ends before the run"),
         (lambda _: "cosine", {"schedule_interval": "step"}, "schedule_interval is for torch schedulers"),
-        (lambda o: schedulers.StepLR(copy.deepcopy(o), 3), {"schedule_interval": "step"}, "another optimizer"),
+        (lambda o: schedulers.StepLR(copy.deepcopy(o), 3), {"schedule_interval": "step"}, "a different optimizer"),
     ],
 )
 def test_refused_before_anything_is_written(make: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -469,7 +469,7 @@ def test_a_scheduler_beside_a_constant_schedule_is_refused_with_the_keyword() ->
     ("before", "now", "message"),
     [
         (MAKERS["StepLR"], lambda o: schedulers.StepLR(o, 3, gamma=0.5), r"gamma 0\.7 -> 0\.5"),
-        (MAKERS["StepLR"], MAKERS["ExponentialLR"], "started with another schedule"),
+        (MAKERS["StepLR"], MAKERS["ExponentialLR"], "started with a different schedule"),
         (MAKERS["MultiStepLR"], lambda o: schedulers.MultiStepLR(o, [2, 5, 5, 12], gamma=0.3), "milestones"),
         (MAKERS["SequentialLR"], lambda o: sequence(_scaled(o, 2.0)), r"lr 0\.03 -> 0\.06"),
         (

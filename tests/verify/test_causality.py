@@ -20,9 +20,10 @@ from whet.device.cpu import CpuDevice
 from whet.device.kernels.switches import is_whet_kernel_on
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.step.attention import use_explicit_masks
 from whet.verify.isolation import preserve_model_and_rng
 from whet.verify.start import cache
-from whet.verify.start.causality import CausalityLeak, InconclusiveError, check_causality, find_leak, use_explicit_masks
+from whet.verify.start.causality import CausalityLeak, InconclusiveError, check_causality, find_leak
 
 pytestmark = pytest.mark.torch
 

@@ -195,6 +195,27 @@ def test_a_passed_check_is_remembered_for_the_same_model_and_shapes(
     assert all(line.startswith(compared) for line in lines.values())
 
 
+def test_a_passed_check_is_repeated_after_the_compiler_was_configured_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    compile_with(monkeypatch, as_it_is)
+
+    def line(name: str) -> str:
+        return reported(train(made(), tmp_path / name))[0]
+
+    compared, remembered = "compiled: loss and 8 gradients agree", "compiled, verified before: "
+    assert line("first").startswith(compared)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert line("other folder").startswith(remembered)
+    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
+    assert line("variable").startswith(compared)
+    monkeypatch.delenv("TORCHINDUCTOR_FREEZING")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert line("option").startswith(compared)
+    assert line("as at first").startswith(remembered)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("ends", ["well", "with an error"])
 def test_check_restores_the_model(dropout: float, ends: str) -> None:
@@ -543,7 +564,7 @@ def test_wrong_compiled_model_wins_no_measurement(monkeypatch: pytest.MonkeyPatc
     with rig_of(made(act=Planted(lambda x: x * 1.1 if is_wrong else x))) as rig:
         prepared = rig.prepare({"compile": "on"}, seconds=60.0)
         with pytest.raises(ProbeFailedError, match="differs from the eager model") if is_wrong else nullcontext():
-            prepared.check()
+            prepared.check(seconds=60.0)
         prepared.close()
 
 
@@ -750,4 +771,4 @@ def test_model_without_a_graph_wins_no_measurement() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     with rig_of(Unfollowed()) as rig, pytest.raises(ProbeFailedError, match="produced no graph"):
-        rig.prepare({"compile": "on"}, seconds=60.0).check()
+        rig.prepare({"compile": "on"}, seconds=60.0).check(seconds=60.0)

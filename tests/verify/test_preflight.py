@@ -305,7 +305,7 @@ def test_contradictory_options_are_errors(warm_whet: Run) -> None:
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: the machine has no such device")
     with pytest.raises(UsageError, match="does not return the outputs of its model"):
         check("text", is_causal=True)
-    with pytest.raises(UsageError, match="builds the model itself"):
+    with pytest.raises(UsageError, match="must build the model itself"):
         check(torch.nn.Linear(2, 2))
 
 

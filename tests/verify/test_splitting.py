@@ -229,7 +229,7 @@ def test_a_split_that_would_change_the_training_is_refused() -> None:
     model, data = Tokens(), tokens()
     options: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "global_batch_size": 12}
     loss = WHOLE["mean over labelled tokens"][2](model)
-    with pytest.raises(whet.WhetError, match="micro_batch=4 would change the training"):
+    with pytest.raises(whet.WhetError, match="micro_batch=4 would change what is trained"):
         whet.train(model, data, loss=loss, overrides={"micro_batch": 4}, measure=False, on_event=None, **options)
     # Declared by the user, the same split is accepted.
     whet.train(
@@ -418,7 +418,7 @@ def test_two_closures_of_one_factory_are_two_losses() -> None:
         mean, mixed = make(lambda b: model(b[0]).square().mean()), make(lambda b: model(b[0]).mean().square())
         return mean if session.progress.step != 2 else mixed
 
-    with pytest.raises(whet.WhetError, match="micro_batch=8 would change the training"):
+    with pytest.raises(whet.WhetError, match="micro_batch=8 would change what is trained"):
         _run(make_loss)
 
 

@@ -65,6 +65,9 @@ class EventNotes:
 def run(workload: PeerWorkload, gate: StepGate, spec: Spec) -> None:
     made = workload.for_whet()
     is_measured = spec.loop.endswith("-measured")
+    overrides: dict[str, str | int] = {} if is_measured else {"precision": spec.precision}
+    if spec.threads is not None:
+        overrides["threads"] = spec.threads
     gate.begin()
     # From here on, what a user writes.
     model, loss = made.model, made.loss
@@ -81,7 +84,7 @@ def run(workload: PeerWorkload, gate: StepGate, spec: Spec) -> None:
         max_steps=spec.total_steps,
         device=spec.device,
         measure=is_measured,
-        overrides={} if is_measured else {"precision": spec.precision},
+        overrides=overrides,
         callbacks=[GateCallback(gate)],
         on_event=EventNotes(gate),
     )

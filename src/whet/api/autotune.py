@@ -62,7 +62,7 @@ def open_bench(arguments: Mapping[str, Any]) -> Any:
     from whet.training.step_bench import LocalStepBench
     from whet.training.training_config import parse_training_config
 
-    # Time the steps of a real run: the same data, model and optimizer.
+    # Time the steps of a real run, with the same data, model and optimizer as in training.
     data = recipe.data(config)
     resolved = limit_default_batch(ResolvedConfig(config=config, given=tuple(arguments["given"])), data)
     made = prepare_recipe(recipe, resolved.config, data=data)
@@ -139,5 +139,5 @@ def resolve_auto_batch_size(
             return resolved.with_batch(find_batch_size(bench, resolved, budget_seconds=budget, on_progress=on_progress))
     except ProbeFailedError as error:
         raise WhetError(
-            "the global batch could not be measured", got=error.reason, try_="global_batch_size=N"
+            "the global batch size could not be measured", got=error.reason, try_="global_batch_size=N"
         ) from None

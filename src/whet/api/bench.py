@@ -104,7 +104,7 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
 
 
 def _batch_sweep(points: Sequence[BatchPoint], plan: Plan, *, note: str) -> BenchSweep:
-    """Return the measured global batch sizes as a sweep."""
+    """Convert the result of the batch size finder to a sweep of the report."""
     rows = []
     for point in points:
         rate = None
@@ -127,7 +127,7 @@ def _batch_sweep(points: Sequence[BatchPoint], plan: Plan, *, note: str) -> Benc
                 peak_bytes=point.peak_bytes,
             )
         )
-    return BenchSweep(setting=BATCH, rows=tuple(rows), note=f"{note}, each with the plan of the rules")
+    return BenchSweep(setting=BATCH, rows=tuple(rows), note=f"{note}, each with its rule-based plan")
 
 
 def _sweep_batch_sizes(
@@ -144,7 +144,7 @@ def _sweep_batch_sizes(
     share = _BATCH_SWEEP_SHARE if len(request.sweeps) > 1 or request.is_against_naive else 1.0
     budget = share * (ends_at - steps.clock())
     points = measure_batch_sizes(steps, sizes, budget_seconds=budget, on_progress=on_progress)
-    note = "another batch is another training (learning rate, steps per epoch); one size after another, up and down"
+    note = "a different batch size changes training (learning rate, steps per epoch); sizes are measured up and down"
     return _batch_sweep(points, steps.plan, note=note)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from whet.api.load import load_model, load_predictor, load_run_recipe
 from whet.base.errors import UsageError
 from whet.report.export.files import ExportResult, publish_export
-from whet.run import strict_json
+from whet.run import durable, strict_json
 from whet.run.folder import Run, open_run
 
 EXPORT_MANIFEST = "whet-export.json"
@@ -39,7 +39,10 @@ def export_model(
         step, details = write(draft)
         files = sorted(file.name for file in draft.iterdir())
         manifest: dict[str, Any] = {"format": to, "run": run.header.id, "step": step, **details, "files": files}
-        (draft / EXPORT_MANIFEST).write_text(strict_json.encode(manifest, pretty=True) + "\n", encoding="utf-8")
+        # The libraries that write models do not sync them.
+        durable.sync_files(draft)
+        text = strict_json.encode(manifest, pretty=True) + "\n"
+        durable.write_draft(draft / EXPORT_MANIFEST, data=text.encode(), is_last=True)
         return [*files, EXPORT_MANIFEST]
 
     folder = Path(out if out is not None else f"{run.path.name}-{to}").expanduser().absolute()
@@ -69,7 +72,7 @@ def _writer(run: Run, *, to: str, checkpoint: str, recipe: str | None, model: st
 
 
 def _write_checkpoint(run: Run, folder: Path, *, checkpoint: str) -> tuple[int, dict[str, Any]]:
-    """Write the weights of a checkpoint as they are, without a model. Shared weights are written once."""
+    """Write the weights of a checkpoint unchanged, without building a model. Shared weights are written once."""
     from safetensors.torch import save_file
 
     from whet.checkpoint.snapshot import has_average, trained_weights
@@ -81,7 +84,7 @@ def _write_checkpoint(run: Run, folder: Path, *, checkpoint: str) -> tuple[int, 
 
 
 def _write_own_model(run: Run, model: Any, folder: Path, *, to: str, checkpoint: str) -> tuple[int, dict[str, Any]]:
-    """Write a model that the user's function returned, with the weights of the run."""
+    """Load the weights of the run into the model that the user's function returned, and write the model."""
     from safetensors.torch import save_model
 
     from whet.training.weights import load_weights
@@ -98,7 +101,7 @@ def _write_own_model(run: Run, model: Any, folder: Path, *, to: str, checkpoint:
 
 
 def _earlier_export_files(folder: Path) -> Callable[[str], bool]:
-    """Return a predicate that is true for files of an earlier export. Only those may be replaced."""
+    """Return a predicate that is true for files of an earlier export, which are the only files that may be replaced."""
     names = {EXPORT_MANIFEST}
     try:
         manifest = strict_json.decode((folder / EXPORT_MANIFEST).read_bytes())

@@ -69,7 +69,7 @@ def load(
 
     folder = run if isinstance(run, str | Path) else getattr(run, "path", None)
     if not isinstance(folder, str | Path):
-        got = "a training without a run folder" if hasattr(run, "path") else type(run).__name__
+        got = "training without a run folder" if hasattr(run, "path") else type(run).__name__
         raise UsageError("there are no weights to load", got=got, try_='whet.train(..., run="runs/mine")')
     container = as_module(model)
     if not isinstance(container, nn.Module):
@@ -119,7 +119,7 @@ def python_run_error(run: Run, command: str) -> UsageError:
     elif script is not None and ":" in script:
         hint = f"whet {command} {shlex.quote(script)}"
     else:
-        hint = f"whet {command} {file}:main, after the training is in a function: def main(): ..."
+        hint = f"whet {command} {file}:main, after moving the training code into a function: def main(): ..."
     by = script or "a notebook or an interactive session"
     return UsageError("the run was trained by your own code", got=f"{shown}, by {by}", try_=hint)
 
@@ -180,7 +180,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
 
 @contextlib.contextmanager
 def _missing_data_errors() -> Iterator[None]:
-    """Convert the errors of a recipe that does not find its data in a run."""
+    """Convert errors of a recipe's methods to WhetError if the run lacks the data that they read."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -53,7 +53,7 @@ def provable_function(training: ScriptTraining, *, device: str) -> ProvableTrain
 
 
 def provable_training(what: str, recipe: Recipe, resolved: ResolvedConfig[Any], *, device: str) -> ProvableTraining:
-    """Return the training run of a recipe with the given config."""
+    """Return the training run of a recipe, in the form that `whet prove` starts and kills."""
     arguments = {
         "recipe": what,
         "config": resolved.config.model_dump(mode="json"),
@@ -107,7 +107,11 @@ def train_function_segment(run: Path, arguments: dict[str, Any], *, on_event: An
         except SegmentEnded:
             return
     if not interception.is_ended:
-        raise WhetError(f"{word} trained nothing", got="it returned", try_="a function that calls whet.train(...)")
+        raise WhetError(
+            f"{word} did not train",
+            got="it returned without calling whet.train",
+            try_="a function that calls whet.train(...)",
+        )
 
 
 def preload(arguments: dict[str, Any]) -> None:

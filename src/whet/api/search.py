@@ -51,7 +51,7 @@ _STUDY_ATTRIBUTE = "whet"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSearch:
-    """A validated search, before anything is written."""
+    """The validated arguments of a search, before anything is written to disk."""
 
     recipe: str
     """The recipe as a name or an absolute path that the process of a trial can load."""
@@ -267,7 +267,7 @@ class _TrialRunner:
 
 
 def _confirm_best(runner: _TrialRunner, study: SearchStudy, seed_study: SearchStudy, *, log: Log) -> None:
-    """Retrain the best settings with other seeds, because a single good result may be luck."""
+    """Retrain the best settings with other seeds, because one good result may be due to a lucky seed."""
     config = runner.prepared.config
     best = results.best_trials(study.trials(), is_higher_better=config.is_higher_better)
     if not best or runner.should_stop() or not config.seeds:
@@ -295,7 +295,7 @@ def winning_args(name: str, *, recipe: str, root: Path = Path("runs")) -> tuple[
     own = load_recipe(recipe).name
     if result.recipe != own:
         raise UsageError(
-            "the search was started with another recipe", got=f"{result.recipe}, not {own}", try_="the same recipe"
+            "the search was started with a different recipe", got=f"{result.recipe}, not {own}", try_="the same recipe"
         )
     if result.winner is None:
         raise UsageError("the search has no winner", got=f"{len(result.trials)} trials", try_="more --trials")
@@ -375,7 +375,7 @@ def _check_study(storage: "BaseStorage", config: SearchConfig) -> None:
 
 
 def _check_storage(storage: "BaseStorage", config: SearchConfig, *, url: str | None) -> None:
-    """Reject a storage other than that of the earlier trials: the search would start over in their folders."""
+    """Raise UsageError if this storage does not contain the trials of the search, which would otherwise start over."""
     if config.name not in {study.study_name for study in storage.get_all_studies()}:
         raise UsageError(
             "the trials of this search are not in that storage",

@@ -53,7 +53,7 @@ def load_training(target: str) -> Recipe | ScriptTraining:
 
 
 def measured_workload(training: ScriptTraining) -> "Workload":
-    """Return the workload of a script with its memory and FLOPs per sample, for planning on other machines.
+    """Return the workload of a script with measured memory and FLOPs per sample, for planning on other machines.
 
     A few samples are computed on this machine. Values that cannot be measured stay unknown.
     """

@@ -186,7 +186,7 @@ def train(model: Any, data: Any = None, **keywords: Any) -> TrainResult:
 
 
 def _check_not_imported_by_a_worker() -> None:
-    """Raise UsageError in a spawned process that imports the user's program and thereby starts the training again."""
+    """Raise UsageError in a spawned process that imports the user's program and thereby starts training again."""
     # multiprocessing uses the same attribute for its own error about a missing `if __name__ == "__main__":`.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(

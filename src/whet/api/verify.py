@@ -56,7 +56,7 @@ def check(
 
     if isinstance(what, nn.Module):
         raise UsageError(
-            "a check builds the model itself, with fake tensors",
+            "a check must build the model itself, with fake tensors",
             got=f"a {type(what).__name__} that is already built",
             try_="a function that returns (model, inputs) or (model, inputs, loss)",
         )

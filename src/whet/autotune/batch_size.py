@@ -41,7 +41,7 @@ _VISIT_SHARE = 0.1
 _EXTRA_ROUNDS = 2
 # Minimum gain of a larger size over the fastest one so far. Below it, throughput counts as flat.
 _MIN_GAIN = 1.05
-# Stop after this many flat sizes in a row. A single one may be noise.
+# Stop after this many sizes in a row without a gain. A single one may be due to noise.
 _MAX_FLAT = 2
 # Sizes below this fraction of the best throughput cannot win and are not measured again.
 _NEAR_BEST = 0.8
@@ -89,11 +89,13 @@ def choose_batch_size(
         rates = timings.rates
         if not rates:
             reason = next(iter(timings.failures.values()), "no time for even one step")
-            raise WhetError("no global batch could be measured", got=reason, try_="global_batch_size=N")
+            raise WhetError("no global batch size could be measured", got=reason, try_="global_batch_size=N")
         size, best = smallest_fast_batch(rates)
         bench.use_batch(size)
     except ProbeFailedError as error:
-        raise WhetError("no global batch could be measured", got=error.reason, try_="global_batch_size=N") from None
+        raise WhetError(
+            "no global batch size could be measured", got=error.reason, try_="global_batch_size=N"
+        ) from None
     finally:
         bench.ends_at, bench.tick = outer, None
     factor = lr_factor(before=base, after=size, scaling=scaling)
@@ -118,7 +120,7 @@ def choose_batch_size(
 def measure_batch_sizes(
     bench: StepBench, sizes: Sequence[int], *, budget_seconds: float, on_progress: ProgressCallback | None = None
 ) -> tuple[BatchPoint, ...]:
-    """Measure batch sizes upward, downward and upward again while time is left. The bench keeps its own size.
+    """Measure batch sizes in increasing, decreasing and again increasing order while time is left.
 
     The point of a size that fails or does not fit holds the reason.
     """
@@ -164,7 +166,7 @@ def recorded_batch_size(
     if base_rates is not None and tuple(base_rates) != chosen.base_rates:
         before, now = (", ".join(f"{rate:g}" for rate in rates) for rates in (chosen.base_rates, base_rates))
         raise UsageError(
-            f"{where} was made with another lr",
+            f"{where} was made with a different lr",
             got=f"lr={now}; it was given lr={before}, and has {chosen.rates[0]:.3g} at batch {chosen.batch}",
             try_=f"lr={before} to resume, or another run folder for a new run",
         )
@@ -259,7 +261,7 @@ def scale_learning_rate(rate: float, *, before: int, after: int, scaling: Scalin
 
 
 def describe_scaling(rates: tuple[float, ...], *, before: int, after: int, scaling: Scaling) -> str:
-    """Describe how the learning rates are scaled, and why."""
+    """Describe how the learning rates are scaled to the batch size, and why."""
     if before == after:
         return f"lr stays {', '.join(f'{rate:g}' for rate in rates)}: it is meant for this batch"
     steps = [scale_learning_rate(rate, before=before, after=after, scaling=scaling)[1] for rate in dict.fromkeys(rates)]
@@ -271,7 +273,7 @@ def describe_scaling(rates: tuple[float, ...], *, before: int, after: int, scali
 
 @dataclass(slots=True)
 class _BatchTimings:
-    """Step times by batch size, and the bench that measures them."""
+    """Measures step times by batch size with a bench, and stores them."""
 
     bench: StepBench
     budget: Budget
@@ -296,7 +298,7 @@ class _BatchTimings:
 
     @property
     def points(self) -> tuple[BatchPoint, ...]:
-        """One point per batch size, including sizes that failed."""
+        """The result for each batch size, including sizes that failed."""
         points = []
         for size in sorted({*self.seconds, *self.failures}):
             if size in self.failures:

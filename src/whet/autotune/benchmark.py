@@ -28,7 +28,7 @@ from whet.machine.facts import SystemState
 from whet.plan.plan import Plan
 from whet.run.bench_result import BenchInterval, BenchRow, BenchSweep, RowOutcome
 
-# Settings shown in each row.
+# Settings that each row of a sweep shows.
 _SHOWN = (
     "device", "precision", "micro_batch", "lengths", "optimizer_kernels", "threads", "workers", "data_location",
     "compile", "activation_checkpointing",
@@ -268,7 +268,7 @@ def _close(prepared: PreparedStep) -> None:
     try:
         prepared.close()
     except ProbeFailedError:
-        # The process has ended, which released everything.
+        # The child process has ended, which released its resources.
         return
 
 

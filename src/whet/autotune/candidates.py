@@ -8,8 +8,8 @@ from whet.autotune.step_bench import Settings
 from whet.plan.kernel_support import has_norm_kernels, norm_kernel_reason, supports_unpadded_attention
 from whet.plan.memory import predict_memory
 from whet.plan.plan import Plan, make_plan
-from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar
+from whet.plan.values import DECLARED
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
 # Maximum fraction of the memory limit for a dataset that is kept on the device.
@@ -19,12 +19,11 @@ _MIN_TF32_CAPABILITY = 8
 # Attention kernels in half precision. In float32 the only alternative is "math", which was 5 to 20 times slower (1.2 to
 # 4.7 times on CPUs).
 ATTENTION = {"cuda": ("torch", "flash", "efficient")}
-_CONSTRAINTS = {rule.setting: rule.constraint for rule in ALL_RULES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanCandidate:
-    """A change to the best settings so far."""
+    """A change to the best settings found so far, to be timed against them."""
 
     setting: str
     """Name of the setting to test."""
@@ -33,7 +32,7 @@ class PlanCandidate:
 
     @property
     def value(self) -> Scalar:
-        """New value of the setting to test."""
+        """The new value of `setting`."""
         return self.changes[self.setting]
 
 
@@ -77,7 +76,7 @@ def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
     # The fastest attention kernel depends on the number of distinct shapes.
     if candidate.setting == "lengths":
         kept.pop("attention", None)
-    # The norm kernels support only some precisions and layouts.
+    # The norm kernels support only some precisions and layouts, so decide them again.
     if candidate.setting in ("precision", "layout"):
         kept.pop("norms", None)
     # Values measured on one device do not apply to another.
@@ -90,7 +89,7 @@ def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
 def candidates(plan: Plan, about: str) -> Iterator[PlanCandidate]:
     """Yield the candidates of one entry of `search_order`, except for settings fixed by the user or environment."""
     for candidate in ABOUT[about](plan):
-        is_valid = all(_CONSTRAINTS[name].holds(value) for name, value in candidate.changes.items())
+        is_valid = all(DECLARED[name].constraint.holds(value) for name, value in candidate.changes.items())
         is_fixed = any(
             name in plan.overrides or plan.settings[name].source == "environment" for name in candidate.changes
         )
@@ -224,7 +223,7 @@ def _graphs(plan: Plan) -> Iterator[PlanCandidate]:
 def _optimizer_kernels(plan: Plan) -> Iterator[PlanCandidate]:
     # The user's optimizer is one object. Candidates are timed alternately, and its state cannot serve two kinds of
     # kernels.
-    return _only("optimizer_kernels", *(("fused", "foreach", "loop") if plan.workload.optimizer is None else ()))
+    return _only("optimizer_kernels", *plan.workload.built_kernels)
 
 
 def _layouts(plan: Plan) -> Iterator[PlanCandidate]:

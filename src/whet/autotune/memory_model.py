@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from whet.autotune.step_bench import Settings
 from whet.base.units import format_bytes
 
-# (micro-batch size, measured bytes, predicted bytes)
+# One measured step: (micro-batch size, measured bytes, predicted bytes).
 _Point = tuple[int, int, int | None]
 
 
@@ -33,7 +33,7 @@ class MemoryModel:
             # Memory does not shrink as the micro-batch grows, so a negative slope is noise.
             slope = max(0.0, (high - low) / (many - few))
             return int(high + slope * (micro_batch - many))
-        # Fall back to the points of all other settings if these have none.
+        # If these settings have no points, use those of all other settings.
         points = points or [point for group in self._points.values() for point in group]
         if predicted is not None:
             # Assume that an underestimate grows with the micro-batch, which is the safer assumption.

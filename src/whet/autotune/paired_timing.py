@@ -29,7 +29,7 @@ _WARM_SECONDS = 0.25
 # vary most. A visit that may end after the deadline is skipped.
 _MARGIN, _FIRST_MARGIN = 1.25, 1.6
 _FEW_VISITS = 3
-# The sequential test can claim a gain after eight pairs.
+# Take at least eight pairs, after which the sequential test can claim a gain.
 _TARGET_PAIRS = 8
 
 TimingOutcome = Literal["faster", "no gain", "unclear", "cut off"]
@@ -116,7 +116,7 @@ class _TimedSide:
         self._longest = 0.0
 
     def visit(self, first: int) -> None:
-        """Time consecutive steps, starting with batch `first`."""
+        """Time a few consecutive steps, starting with the batch of index `first`."""
         total = sum(self.prepared.step(first + offset) for offset in range(self.steps))
         # A coarse clock may report zero, which has no logarithm.
         self.visits.append(max(total / self.steps, 1e-9))

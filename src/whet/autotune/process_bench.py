@@ -72,7 +72,7 @@ class ProcessStepBench:
 
     @property
     def recovery_seconds(self) -> float:
-        """Seconds that it takes to start a new process."""
+        """Seconds for starting a new child process after a failure."""
         return self._start_seconds
 
     def clock(self) -> float:
@@ -175,7 +175,10 @@ class ProcessStepBench:
 
 
 class ProcessPreparedStep:
-    """Settings prepared in the child process. After a restart of the process, the next step prepares them again."""
+    """Settings that the child process has prepared.
+
+    After a restart of the process, the next step prepares them again.
+    """
 
     preparation_seconds = 0.0
     step_seconds = 0.0
@@ -199,7 +202,7 @@ class ProcessPreparedStep:
 
     def step(self, index: int) -> float:
         """Run one step in the child and return its duration in seconds. Raise ProbeFailedError on failure."""
-        # The process was restarted after the preparation.
+        # The process was restarted after the preparation, so prepare the settings again.
         if self._process_number != self._bench.num_restarts:
             self.prepare(max(_STEP_SECONDS, 3 * self.preparation_seconds))
         timeout = max(_STEP_SECONDS, 10 * self._slowest)
@@ -208,10 +211,9 @@ class ProcessPreparedStep:
         self._peak_bytes = response["bytes"]
         return float(response["seconds"])
 
-    def check(self) -> None:
+    def check(self, *, seconds: float) -> None:
         """Check compiled code against the model's own code in the child. Raise ProbeFailedError on failure."""
-        timeout = max(_STEP_SECONDS, 2 * self.preparation_seconds)
-        self._bench.request(timeout, do="check", number=self._number)
+        self._bench.request(seconds, do="check", number=self._number, seconds=seconds)
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory reported with the last response. Works even after the process has ended."""
@@ -219,7 +221,7 @@ class ProcessPreparedStep:
 
     def close(self) -> None:
         if self._process_number == self._bench.num_restarts:
-            # If closing crashes the process, everything is released as well.
+            # If closing crashes the process, its resources are released as well.
             with contextlib.suppress(ProbeFailedError):
                 self._bench.request(_STEP_SECONDS, do="close", number=self._number)
 
@@ -257,7 +259,7 @@ def _respond(bench: StepBench, prepared: dict[int, PreparedStep], request: dict[
                 seconds = prepared[number].step(request["index"])
                 return {"seconds": seconds, "bytes": prepared[number].peak_bytes()}
             case "check":
-                prepared[number].check()
+                prepared[number].check(seconds=request["seconds"])
                 return {}
             case _:
                 prepared.pop(number).close()

@@ -126,7 +126,7 @@ def _why_kept(rejected: Sequence[TuneTrial]) -> str:
 
 
 def _closest(rejected: Sequence[TuneTrial]) -> TuneTrial:
-    """Return the rejected trial with the highest speedup."""
+    """Return the rejected trial with the highest speedup, which came closest to winning."""
     return max(rejected, key=lambda trial: trial.speedup or 0.0)
 
 
@@ -242,7 +242,7 @@ def show_setting(setting: str, value: Scalar) -> str:
 
 
 def describe_timing(name: str, timing: PairedTiming) -> str:
-    """Describe a candidate that did not win."""
+    """Describe the timing of a candidate that did not win."""
     result = timing.estimate
     if result is None:
         return f"{name}: no time for even one pair of steps"
@@ -269,7 +269,7 @@ def describe_interval(result: SpeedupEstimate) -> str:
 
 
 def describe_timeout(name: str, *, seconds: float, usual: float) -> str:
-    """Describe a preparation that exceeded its timeout."""
+    """Describe a candidate whose preparation exceeded its timeout."""
     return f"{name} was not ready after {format_seconds(seconds)}, stopped (baseline: {format_seconds(usual)})"
 
 

@@ -17,7 +17,15 @@ from whet.autotune.step_bench import (
     Settings,
     StepBench,
 )
-from whet.autotune.trial import PreparedSettings, SearchContext, break_even, record_trial, rule_out, run_trial
+from whet.autotune.trial import (
+    PreparedSettings,
+    SearchContext,
+    break_even,
+    check_seconds,
+    record_trial,
+    rule_out,
+    run_trial,
+)
 from whet.base.units import format_seconds
 from whet.plan.plan import Plan
 from whet.plan.render import format_value
@@ -25,8 +33,8 @@ from whet.plan.setting import Scalar, TuneTrial, Verdict
 
 # Passes over all settings for each retry threshold. A pass without a winner ends the loop early.
 _PASSES = 3
-# A change that lost is tried again with new best settings if its last speedup was at least this: in the first passes,
-# and in the late passes, when nothing better is left to try.
+# Minimum last speedup for trying a rejected change again with new best settings: in the first passes, and in the late
+# passes, when no better candidates are left.
 _RETRY_ABOVE, _LATE_RETRY_ABOVE = 0.85, 0.6
 # A change is combined with another one only if its own speedup was at least this.
 _COMBINE_ABOVE = 0.5
@@ -43,8 +51,12 @@ _FIRST_COMPILE_SHARE = 0.5
 # GPU precisions to skip once the other one was tried. On tensor cores, bf16 is as fast as fp16 and needs no loss
 # scaling; tf32 is faster than fp32.
 _AS_FAST = {"fp16": "bf16", "fp32": "tf32"}
-# Settings to try with code that the search has already compiled. Most others would compile the model again.
-_ON_COMPILED_CODE = ("compile", "graph", "micro_batch")
+# Settings that the traced code or its guards depend on: another value compiles the model again. `lengths` and
+# `micro_batch` change shapes, `layout` strides, and the number of threads is part of the code for CPUs.
+_COMPILED_INTO_CODE = (
+    "device", "threads", "precision", "micro_batch", "lengths", "activation_checkpointing", "layout", "attention",
+    "norms",
+)  # fmt: skip
 _MIN_PREPARE_SECONDS = 2.0
 # The first use of a kernel may load hundreds of megabytes of libraries from a cold disk.
 _MIN_PREPARE_SECONDS_GPU = 10.0
@@ -102,7 +114,7 @@ def _search(context: SearchContext) -> TuningResult:
 
 @dataclass(slots=True)
 class _SearchState:
-    """Mutable state of a search."""
+    """The mutable state of a search: best settings, trials and time."""
 
     context: SearchContext
     base: PreparedSettings
@@ -116,6 +128,16 @@ class _SearchState:
     skipped: list[PlanCandidate] = field(default_factory=list)
     """Candidates that were skipped for lack of time."""
     retry_above: float = _RETRY_ABOVE
+    may_recompile: bool = False
+    """Whether to try settings that compile the model again, if the best settings found so far are compiled."""
+
+    @property
+    def is_compiled_by_search(self) -> bool:
+        """Whether the best settings compile the model and the rule-based plan does not.
+
+        If the user compiles the model, every candidate is compiled.
+        """
+        return self.best.plan.compile != self.base.plan.compile
 
     @property
     def until(self) -> float:
@@ -133,16 +155,29 @@ class _SearchState:
 
 
 def _climb(state: _SearchState) -> None:
-    """Try candidates for one setting after another until a pass finds no winner or time runs out."""
-    for state.retry_above in (_RETRY_ABOVE, _LATE_RETRY_ABOVE):
-        for _ in range(_PASSES):
-            before = state.best
-            for about in search_order(state.context.rule_plan):
-                # Generate the candidates again after each trial, because a winner changes which ones are useful.
-                while (candidate := next(_open_candidates(state, about), None)) is not None:
-                    _try(state, candidate)
-            if state.best is before:
-                break
+    """Try candidates for one setting after another until a pass finds no winner or time runs out.
+
+    Settings that compile the model again come last: with compiled code, each of them takes about as long as all others.
+    """
+    for state.may_recompile in (False, True):
+        for state.retry_above in (_RETRY_ABOVE, _LATE_RETRY_ABOVE):
+            for _ in range(_PASSES):
+                before = state.best
+                for about in _pass_order(state):
+                    # Generate the candidates again after each trial, because a winner changes which ones are useful.
+                    while (candidate := next(_open_candidates(state, about), None)) is not None:
+                        _try(state, candidate)
+                if state.best is before:
+                    break
+        if not state.is_compiled_by_search:
+            break
+
+
+def _pass_order(state: _SearchState) -> tuple[str, ...]:
+    """Return the order of a pass. To recompile, begin with the settings that were not tried before compiling."""
+    order = search_order(state.context.rule_plan)
+    first = order.index("compile") if state.may_recompile else 0
+    return (*order[first:], *order[:first])
 
 
 def _open_candidates(state: _SearchState, about: str) -> Iterator[PlanCandidate]:
@@ -155,9 +190,7 @@ def _open_candidates(state: _SearchState, about: str) -> Iterator[PlanCandidate]
 
 def _may_win(state: _SearchState, candidate: PlanCandidate) -> bool:
     """Return False for a change that lost clearly, and for a micro-batch beyond one that lost."""
-    # If the user compiles the model, every candidate is compiled.
-    is_compiled_by_search = state.best.plan.compile != state.base.plan.compile
-    if is_compiled_by_search and not _suits_compiled_code(state.best.plan, candidate):
+    if state.is_compiled_by_search and _recompiles(candidate) and not _may_recompile(state, candidate):
         return False
     # Compiling the whole model fuses more kernels. Compiling its blocks is for models that take too long to compile.
     has_whole = state.best.plan.compile == "on" or state.speedups.get(frozenset([("compile", "on")]))
@@ -185,13 +218,21 @@ def _has_tried(state: _SearchState, precision: str) -> bool:
     return precision in (state.base.plan.precision, *tried)
 
 
-def _suits_compiled_code(best: Plan, candidate: PlanCandidate) -> bool:
+def _may_recompile(state: _SearchState, candidate: PlanCandidate) -> bool:
     """Return whether a candidate may justify compiling again.
 
-    Compiled code needs less memory, so a larger micro-batch may fit.
+    Compiled code needs less memory, so a larger micro-batch may fit. A smaller one brings nothing.
     """
-    larger = candidate.setting != "micro_batch" or candidate.value > best.micro_batch  # type: ignore[operator]
-    return candidate.setting in _ON_COMPILED_CODE and larger
+    is_smaller = candidate.setting == "micro_batch" and candidate.value < state.best.plan.micro_batch  # type: ignore[operator]
+    return state.may_recompile and len(candidate.changes) == 1 and not is_smaller
+
+
+def _recompiles(candidate: PlanCandidate) -> bool:
+    """Return whether a candidate compiles the model again if the best settings are compiled.
+
+    A graph counts as one that does not, because it may gain more than anything else, even where it rounds lengths.
+    """
+    return candidate.setting != "graph" and not candidate.changes.keys().isdisjoint(_COMPILED_INTO_CODE)
 
 
 def _try(state: _SearchState, candidate: PlanCandidate) -> None:
@@ -206,16 +247,17 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
     left = state.until - context.bench.clock() - state.recovery_seconds
     base = state.base.prepared
     expected = base.preparation_seconds
-    if best.plan.compile != "off":
-        # Other settings require another compilation, which takes about as long as that of the best settings.
+    if best.plan.compile != "off" and _recompiles(candidate):
+        # Another compilation takes about as long as that of the best settings.
         expected = max(expected, best.prepared.preparation_seconds)
     if candidate.setting == "compile":
         left += context.budget.compile_seconds
-    if left < expected + 6 * best.prepared.step_seconds:
+    checking = check_seconds(best, candidate)
+    if left < expected + checking + 6 * best.prepared.step_seconds:
         state.skipped.append(candidate)
         return
     is_first = candidate.setting == "compile" and not any(trial.setting == "compile" for trial in state.trials)
-    prepare_seconds = _FIRST_COMPILE_SHARE * left if is_first else left
+    prepare_seconds = min(left - checking, _FIRST_COMPILE_SHARE * left if is_first else left)
     if candidate.setting not in _SLOW_TO_PREPARE:
         usual = 3 * base.preparation_seconds + _PATIENT_STEPS * best.prepared.step_seconds
         least = _MIN_PREPARE_SECONDS if device_kind(best.plan) == "cpu" else _MIN_PREPARE_SECONDS_GPU
@@ -241,9 +283,9 @@ def _confirm(state: _SearchState) -> TuningResult:
     context, base, best = state.context, state.base, state.best
     # Without a winner, there is nothing to confirm.
     if best is base:
-        return _result(state, base, reason="nothing was shown to be faster than the rules")
+        return _result(state, base, reason="no setting was shown to be faster than the rule-based plan")
     started = context.bench.clock()
-    context.progress.begin("the best against the rules")
+    context.progress.begin("the best settings against the rule-based plan")
     try:
         base = context.prepare({}, seconds=context.budget.left)
         try:
@@ -284,7 +326,7 @@ def _final_verdict(state: _SearchState, base: PreparedSettings, timing: PairedTi
         return timing.outcome, f"the gain was not confirmed ({interval}): {shown}"
     if not break_even(state.best, base, timing).pays:
         return "not worth it", f"steps are faster ({interval}), but this run is too short for it: {shown}"
-    return "faster", f"{interval} against the rules: {shown}"
+    return "faster", f"{interval} against the rule-based plan: {shown}"
 
 
 def _unconfirmed(state: _SearchState, reason: str) -> TuningResult:
@@ -294,7 +336,7 @@ def _unconfirmed(state: _SearchState, reason: str) -> TuningResult:
     """
     won = [trial for trial in state.trials if trial.verdict == "faster" and trial.interval is not None]
     if not won:
-        note = f"what was likely was not confirmed, {reason}: {_show(state.best.settings)}"
+        note = f"likely gains were not confirmed, {reason}: {_show(state.best.settings)}"
         return _result(state, state.base, reason=note)
     gain = ConfirmedGain(
         speedup=math.prod(trial.speedup or 1.0 for trial in won),
@@ -302,7 +344,7 @@ def _unconfirmed(state: _SearchState, reason: str) -> TuningResult:
         high=math.prod(trial.interval[1] for trial in won if trial.interval),
         repeats=min((trial.repeats for trial in won), default=0),
     )
-    note = f"about {gain.speedup:.3g}x the rules by its trials alone, {reason}: {_show(state.best.settings)}"
+    note = f"about {gain.speedup:.3g}x the rule-based plan by the trials alone, {reason}: {_show(state.best.settings)}"
     return _result(state, state.best, reason=note, gain=gain)
 
 
@@ -314,7 +356,7 @@ def _result(
     gain: ConfirmedGain | None = None,
     step_seconds: float | None = None,
 ) -> TuningResult:
-    reverted = None if gain or state.best is state.base else f"the rules are kept: {reason}"
+    reverted = None if gain or state.best is state.base else f"the rule-based plan is kept:  {reason}"
     return TuningResult(
         settings=dict(kept.settings),
         measured=measured_settings(kept.plan, state.trials, reverted=reverted),
@@ -330,7 +372,8 @@ def _result(
 
 def _lacked_time_to_compile(state: _SearchState) -> bool:
     """Return whether a later search could finish the compilation, because the compiled code is cached."""
-    is_cut_off = any(trial.setting == "compile" and trial.verdict == "cut off" for trial in state.trials)
+    late = ("cut off", "not checked")
+    is_cut_off = any(trial.setting == "compile" and trial.verdict in late for trial in state.trials)
     return is_cut_off or any(candidate.setting == "compile" for candidate in state.skipped)
 
 
@@ -338,7 +381,7 @@ def _summary(state: _SearchState, reason: str) -> Iterator[str]:
     tried = sum(trial.verdict != "not tried" for trial in state.trials)
     spent = state.context.budget.spent
     if not tried:
-        yield f"nothing was compared in {format_seconds(spent)}: the rules' plan is kept, without a measured setting"
+        yield f"nothing was compared in {format_seconds(spent)}: the rule-based plan is kept"
     else:
         yield f"{tried} trial{'' if tried == 1 else 's'} in {format_seconds(spent)}: {reason}"
     late = dict.fromkeys(_show(candidate.changes, " with ") for candidate in state.skipped)

@@ -56,14 +56,17 @@ class PreparedStep(Protocol):
         `index` is any non-negative number. The same index selects the same batch under all settings.
         """
 
-    def check(self) -> None:
-        """Raise ProbeFailedError if compiled code gives other results than the model's own code."""
+    def check(self, *, seconds: float) -> None:
+        """Raise ProbeFailedError if the results of compiled code differ from those of the eager model.
+
+        The kind of the error is "timeout" if this could not be decided within `seconds`.
+        """
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory in bytes since the preparation began, or None if unknown. Valid after `close`."""
 
     def close(self) -> None:
-        """Release all resources. No further steps are allowed."""
+        """Release all resources of these settings. No further steps are allowed."""
 
 
 class StepBench(Protocol):
@@ -77,7 +80,7 @@ class StepBench(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """The rule-based plan."""
+        """The rule-based plan for the workload and the current batch size."""
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -124,7 +127,7 @@ class Budget:
 
     @property
     def end(self) -> float:
-        """Time on the clock at which the budget is used up."""
+        """The clock time at which the budget is used up."""
         return self.start + self.seconds
 
     @property
@@ -146,7 +149,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningProgress:
-    """Progress of a measurement."""
+    """The progress of a measurement: what is being measured, and how much of the budget is spent."""
 
     doing: str
     """What is being measured, such as "precision bf16"."""
@@ -181,12 +184,12 @@ class ProgressReporter:
         self._reported_at = float("-inf")
 
     def begin(self, doing: str) -> None:
-        """Report that a measurement begins."""
+        """Report the start of a measurement."""
         self._doing = doing
         self._report()
 
     def tick(self) -> None:
-        """Report again if the last report is old enough."""
+        """Repeat the report if the last one is older than the reporting interval."""
         if self._budget.clock() - self._reported_at >= _MIN_REPORT_SECONDS:
             self._report()
 

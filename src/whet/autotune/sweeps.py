@@ -18,7 +18,7 @@ _MAX_VALUES = 7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One way to run the same steps."""
+    """One set of settings of a sweep, under which the same steps are timed."""
 
     value: Scalar
     settings: Settings
@@ -27,7 +27,7 @@ class Variant:
 
 
 def sweep_variants(rule_plan: Plan, own: Settings, setting: str, values: Sequence[Scalar] = ()) -> list[Variant]:
-    """Return one variant for the plan's value and one for each alternative, with numbers in increasing order.
+    """Return one variant for the plan's value and one for each alternative, with numeric values in increasing order.
 
     `own` are the measured settings of the plan that differ from the rules. `values` are the alternatives given by the
     user.

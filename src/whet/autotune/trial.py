@@ -30,6 +30,11 @@ _MAX_PAIRS = 24
 _EXACT = ("fp32",)
 # The note mentions the break-even point only if the additional preparation takes more than this many seconds.
 _MIN_NOTED_SECONDS = {"compile": 1.0, "graph": 0.05, "workers": 1.0}
+# Expected duration of comparing compiled code with the model's own code, in steps, and at least in seconds. It took
+# 7.6 s for a GPT-2 on an H200, whose gradients travel to the host, and a few steps elsewhere.
+_CHECK_STEPS = 12
+_MIN_CHECK_SECONDS = {"cpu": 0.5}
+_MIN_CHECK_SECONDS_GPU = 4.0
 # An upper bound for any CPU core in float32: two 512-bit FMA units at 3 GHz.
 _MAX_FLOPS_PER_CORE = 2e11
 
@@ -63,13 +68,16 @@ class SearchContext:
             self.plans[key] = plan_with(self.rule_plan, settings)
         return self.plans[key]
 
-    def prepare(self, settings: Settings, *, seconds: float) -> PreparedSettings:
-        """Prepare settings, and record their peak memory. Raise ProbeFailedError on failure."""
+    def prepare(self, settings: Settings, *, seconds: float, may_extend: bool = True) -> PreparedSettings:
+        """Prepare settings, and record their peak memory. Raise ProbeFailedError on failure.
+
+        Compilation extends the budget unless `may_extend` is False.
+        """
         plan, started = self.plan_with(settings), self.bench.clock()
         try:
             prepared = self.bench.prepare(settings, seconds=seconds)
         finally:
-            if plan.compile != "off":
+            if plan.compile != "off" and may_extend:
                 self.budget.extend_for_compiling(self.bench.clock() - started)
         ready = PreparedSettings(settings=settings, plan=plan, prepared=prepared)
         self.record_memory(ready)
@@ -112,10 +120,10 @@ def rule_out(context: SearchContext, best: PreparedSettings, candidate: PlanCand
 
 
 def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandidate) -> str | None:
-    """Return why the CPU cannot win, or None if it might.
+    """Return the reason why the CPU cannot be faster than the best settings, or None if it might be.
 
-    The CPU cannot win if its arithmetic alone takes longer than a step of the best settings. A slow step on the CPU can
-    use more of the budget than all other trials, so this check comes before a trial.
+    It cannot if its arithmetic alone takes longer than a step of the best settings. A slow step on the CPU can use more
+    of the budget than all other trials, so this check comes before a trial.
     """
     cores = plan.machine.cpu.logical_cores
     if candidate.setting != "device" or device_kind(plan) != "cpu" or cores is None:
@@ -127,6 +135,14 @@ def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandi
     if seconds <= best.prepared.step_seconds:
         return None
     return f"its arithmetic alone would take {format_seconds(seconds)} a step"
+
+
+def check_seconds(best: PreparedSettings, candidate: PlanCandidate) -> float:
+    """Return the time to reserve for comparing compiled code with the model's own code; 0 for other candidates."""
+    if candidate.setting != "compile":
+        return 0.0
+    least = _MIN_CHECK_SECONDS.get(device_kind(best.plan), _MIN_CHECK_SECONDS_GPU)
+    return max(least, _CHECK_STEPS * best.prepared.step_seconds)
 
 
 def run_trial(
@@ -147,7 +163,9 @@ def run_trial(
         return record_trial(candidate.setting, settings, best, verdict, note, ready=ready, timing=timing, spent=spent)
 
     try:
-        ready = context.prepare(settings, seconds=prepare_seconds)
+        # Only the first compilation has its own time. Settings that compile again use what is left of the search.
+        may_extend = candidate.setting == "compile" or context.rule_plan.compile != "off"
+        ready = context.prepare(settings, seconds=prepare_seconds, may_extend=may_extend)
     except ProbeFailedError as error:
         if error.kind == "timeout":
             usual = best.prepared.preparation_seconds
@@ -184,7 +202,7 @@ def _judge(
             ready.prepared,
             best.prepared,
             clock=context.bench.clock,
-            until=until,
+            until=until - check_seconds(best, candidate),
             random_order=context.random_order,
             max_pairs=_MAX_PAIRS,
             tick=context.progress.tick,
@@ -204,11 +222,11 @@ def _judge(
     if not cost.pays:
         return "not worth it", cost.describe(candidate.setting), timing
     # These comparisons are expensive, so make them only for winners.
-    try:
-        if candidate.setting == "compile":
-            ready.prepared.check()
-    except ProbeFailedError as error:
-        return "failed", f"{name}: {error.kind}, {error.reason}", timing
+    if (
+        candidate.setting == "compile"
+        and (problem := _compile_objection(context, ready, timing, until=until)) is not None
+    ):
+        return problem[0], f"{name}: {problem[1]}", timing
     objection = _precision_objection(context, ready, candidate, until=until)
     if objection is not None:
         verdict, note = objection
@@ -221,10 +239,35 @@ def _judge(
     return "likely" if is_likely else "faster", note, timing
 
 
+def _compile_objection(
+    context: SearchContext, ready: PreparedSettings, timing: PairedTiming, *, until: float
+) -> tuple[Verdict, str] | None:
+    """Return the verdict on compiled code that is wrong or could not be checked, and why; None if it may be used.
+
+    Like compiling, checking may take longer than the search itself: the run would make the same comparison.
+    """
+    clock, budget = context.bench.clock, context.budget
+    started = clock()
+    seconds = until - started - context.bench.recovery_seconds + budget.compile_seconds
+    estimate = timing.estimate
+    gain = f"{estimate.speedup:.2f}x as fast, but " if estimate else ""
+    late = f"{gain}not checked in time, staying eager"
+    # A comparison runs the model at least four times.
+    if seconds < 4 * ready.prepared.step_seconds:
+        return "not checked", late
+    try:
+        ready.prepared.check(seconds=seconds)
+    except ProbeFailedError as error:
+        return ("not checked", late) if error.kind == "timeout" else ("failed", f"{error.kind}, {error.reason}")
+    finally:
+        budget.extend_for_compiling(clock() - started)
+    return None
+
+
 def _precision_objection(
     context: SearchContext, ready: PreparedSettings, candidate: PlanCandidate, *, until: float
 ) -> tuple[Verdict, str] | None:
-    """Return the verdict on settings that compute different numbers with its reason, or None if they may be used.
+    """Compare settings with fp32. Return a verdict and its reason if their results differ too much, otherwise None.
 
     Only changes of precision, attention kernels and norm kernels are compared with fp32.
     """
@@ -237,7 +280,7 @@ def _precision_objection(
     if agreement.agrees:
         return None
     worst = max(agreement.loss_error, agreement.gradient_error)
-    return "disagrees", f" computes something else: off by {worst:.2g}, bound {agreement.bound:.2g}"
+    return "disagrees", f" computes different results: error {worst:.2g}, bound {agreement.bound:.2g}"
 
 
 def _is_likely(timing: PairedTiming) -> bool:
@@ -274,7 +317,7 @@ def record_trial(
     timing: PairedTiming | None = None,
     spent: float = 0.0,
 ) -> TuneTrial:
-    """Return the record of one trial."""
+    """Return the record of one trial, as stored in the plan."""
     result = timing.estimate if timing else None
     return TuneTrial(
         setting=setting,

@@ -35,6 +35,11 @@ def read(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+def with_prefix(*prefixes: str) -> dict[str, str]:
+    """Return all variables whose names begin with one of the prefixes, and which are not empty."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes) and value}
+
+
 def malloc_variable() -> str | None:
     """Return the name of the variable with which the user configures glibc's malloc, or None if none is set."""
     if "glibc.malloc." in (read("GLIBC_TUNABLES") or ""):
@@ -81,9 +86,9 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Set PYTHONSAFEPATH in the body, so that child interpreters do not add the current folder to `sys.path`.
+    """Set PYTHONSAFEPATH inside the `with` block, to keep the current folder off `sys.path` of child interpreters.
 
-    For children that cannot be started with `python -P`.
+    Use this for child processes that cannot be started with `python -P`.
     """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -113,5 +118,5 @@ def prepend_to_path(folder: Path) -> None:
 
 
 def c_locale_environment() -> dict[str, str]:
-    """Return an environment in which programs print English text and decimal points that can be parsed."""
+    """Return environment variables with the C locale, so that the output of programs can be parsed."""
     return child_environment(LC_ALL="C", LANG="C", LANGUAGE="C")

@@ -40,7 +40,7 @@ class WhetError(Exception):
 
 
 class UsageError(WhetError):
-    """Invalid input from the user."""
+    """Invalid input from the user, such as a wrong command, key or file."""
 
     exit_code = 2
 
@@ -54,7 +54,7 @@ class InsufficientMemoryError(WhetError):
 
 
 class DivergedError(WhetError):
-    """The loss or the weights are NaN or Inf."""
+    """The loss or the weights are NaN or Inf, and no fallback is left."""
 
 
 class LostRankError(WhetError):

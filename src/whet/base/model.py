@@ -14,7 +14,7 @@ class FrozenModel(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the value as plain JSON types."""
+        """Return the value as dicts, lists, strings, numbers and None, which JSON can represent."""
         return self.model_dump(mode="json")
 
     @classmethod

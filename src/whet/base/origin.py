@@ -14,7 +14,7 @@ CodeOrigin = Literal["you", "library", "recipe", "torch", "python", "whet"]
 
 _WHET_FOLDER = Path(__file__).parents[1]
 _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
-# A page shows at most 4,000 characters of a text.
+# Reports show at most 4,000 characters of a text.
 _MAX_FRAMES, _MAX_TRACEBACK = 20, 3_900
 
 

@@ -56,13 +56,13 @@ def describe_exit_code(code: int) -> str:
 def kill_with_parent() -> None:
     """Let Linux kill this process as soon as its parent ends. Other systems cannot."""
     if sys.platform == "linux":
-        # PR_SET_PDEATHSIG of prctl(2).
+        # The value of PR_SET_PDEATHSIG in prctl(2).
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def watch_parent(parent: int, on_end: Callable[[], None]) -> None:
-    """Start a thread that calls `on_end` when the process `parent` is no longer the parent of this process."""
+    """Start a thread that calls `on_end` once `parent` is no longer the parent process of this one."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -73,7 +73,7 @@ def watch_parent(parent: int, on_end: Callable[[], None]) -> None:
 
 
 def stop_immediately(number: int) -> NoReturn:
-    """Raise the exception for a second signal, which stops without finishing the current work."""
+    """Raise the exception that stops the process without finishing its work, for a second signal."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise TerminatedError(number)
@@ -81,7 +81,7 @@ def stop_immediately(number: int) -> NoReturn:
 
 @contextmanager
 def handle_signals(handler: SignalHandler, *numbers: int) -> Iterator[None]:
-    """Handle these signals with `handler` in the body, and restore the previous handlers afterward."""
+    """Handle these signals with `handler` inside the `with` block, and restore the previous handlers afterward."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -122,7 +122,7 @@ def interrupt_obstacle() -> str | None:
 
 @contextmanager
 def interrupt_after(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError in the body after `seconds`. Check `interrupt_obstacle` first.
+    """Raise TimeLimitError inside the `with` block after `seconds`. Check `interrupt_obstacle` first.
 
     A call into C code is interrupted when it returns.
     """
@@ -140,9 +140,9 @@ def interrupt_after(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable the garbage collector in the body: a full collection of a large process is slower than a training step.
+    """Disable the garbage collector inside the `with` block: a full collection takes longer than a training step.
 
-    Existing objects are frozen, so that collections between epochs visit only new objects.
+    Objects that exist already are frozen, so that collections between epochs visit only new objects.
     """
     was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     # disable() alone is not enough: gc.collect() between epochs would still visit every object of torch.

@@ -1,4 +1,4 @@
-"""Format bytes, seconds, counts, speeds and lists for people, and replace characters that cannot be shown."""
+"""Format bytes, seconds, counts, speeds and lists as text, and replace unprintable characters."""
 
 import math
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def format_percent(share: float, digits: int = 0) -> str:
 
 
 def format_list(items: Sequence[str], *, most: int = 3, separator: str = ", ") -> str:
-    """Join the first `most` items, and add the number of the others.
+    """Join the first `most` items with commas, and add the number of omitted items.
 
     >>> format_list(["0.weight", "0.bias", "1.weight", "1.bias"])
     '0.weight, 0.bias, 1.weight and 1 more'

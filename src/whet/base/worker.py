@@ -48,11 +48,11 @@ Message = dict[str, Any]
 
 
 class WorkerTimeoutError(Exception):
-    """No message arrived in time. The process is still running."""
+    """Raised if no message arrived in time. The process is still running."""
 
 
 class WorkerExitError(Exception):
-    """The process has ended, and all its messages have been received."""
+    """Raised if the process has ended and all its messages have been received."""
 
 
 class JsonWorker:
@@ -144,7 +144,7 @@ class JsonWorker:
             with contextlib.suppress(queue.Empty):
                 message = self._messages.get(timeout=left)
                 if message is None:
-                    # Later calls raise the same error.
+                    # Mark the channel as closed, so that later calls raise the same error.
                     self._messages.put(None)
                     raise WorkerExitError
                 return message
@@ -165,7 +165,7 @@ class JsonWorker:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the process and everything it started."""
+        """Kill the process and all its descendants."""
         kill_group(self.pid)
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -216,7 +216,7 @@ class JsonWorker:
 
 
 class WorkerChannel:
-    """The child's end of the pipes."""
+    """The child's end of the pipes to its parent, for messages and the payload."""
 
     def __init__(
         self, requests: IO[bytes], responses: int, *, is_threaded: bool, payload: IO[bytes] | None = None
@@ -249,12 +249,12 @@ class WorkerChannel:
                 yield self.receive()
 
     def has_parent(self) -> bool:
-        """Return whether the parent still waits for a response. Only for single-threaded children."""
+        """Return whether the parent is still waiting for a response. Only for single-threaded children."""
         # The parent sends nothing while it waits, so a readable pipe means that the parent closed it.
         return not select.select([self._requests], [], [], 0.0)[0]
 
     def close(self) -> None:
-        """Close both pipes. For forks of the child, which must not use them."""
+        """Close both pipes. Forks of the child call this, because they must not use the pipes of the child."""
         self._requests.close()
         os.close(self._responses)
 

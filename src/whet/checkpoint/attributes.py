@@ -145,7 +145,7 @@ def encode_attributes(
     *,
     max_bytes: int,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the attributes with the initial values of those that changed, and a message for each that is not saved."""
+    """Return the encoded attributes, initial values of changed ones, and a message for each that is not saved."""
     now: Encoded = {}
     gaps: list[str] = []
     left = max_bytes
@@ -162,7 +162,7 @@ def encode_attributes(
                 continue
             now.setdefault(owner_name, {})[name] = encoded
             if size > left:
-                gaps.append(f"the attribute {path} is not saved: {size:,} bytes in tensors that are no buffers")
+                gaps.append(f"the attribute {path} is not saved: {size:,} bytes in tensors that are not buffers")
             left -= size if size <= left else 0
     before: Encoded = {}
     for owner_name, _ in attribute_owners(model, optimizers):
@@ -212,7 +212,7 @@ def restore_attributes(
 
 
 def decode_attributes(saved: Mapping[str, Any], decoder: StateDecoder) -> dict[str, dict[str, Any]]:
-    """Return the saved attributes, decoded, by owner and name."""
+    """Decode saved attributes. Return them by owner and name."""
     return {
         owner: {name: decoder.decode(encoded) for name, encoded in sorted(of_owner.items()) if encoded != _OPAQUE}
         for owner, of_owner in sorted(saved["now"].items())
@@ -248,7 +248,7 @@ def load_attributes(module: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -
 
 
 def describe_attribute(owner: str, name: str) -> str:
-    """Return the name of an attribute as shown to users."""
+    """Return the name of an attribute in the form shown to users."""
     if owner.startswith("@"):
         return join_path("optimizer", f"{owner[1:]}.{name}" if owner[1:] else name)
     return join_path(owner, name)
@@ -353,7 +353,7 @@ def _copy_content(target: Any, value: Any) -> None:
         target.write(value.getvalue())
         target.seek(value.tell())
     else:
-        # A NumPy array or a bytearray.
+        # The value is a NumPy array or a bytearray, whose content is copied as a whole.
         target[... if isinstance(value, np.ndarray) else slice(None)] = value
 
 

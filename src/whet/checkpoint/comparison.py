@@ -13,7 +13,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_snapshots(expected: Snapshot, got: Snapshot) -> list[str]:
-    """Return the names of all tensors and facts that differ, as shown to users. NaN is equal to NaN.
+    """Return the names of all tensors and JSON values that differ, in the form shown to users. NaN equals NaN.
 
     The metadata (`info`) is not compared.
     """
@@ -43,7 +43,7 @@ def tensors_equal(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def describe_tensor(name: str) -> str:
-    """Return the name of a saved tensor as shown to users.
+    """Return the name of a saved tensor in the form shown to users.
 
     >>> describe_tensor("optimizer/0.weight/exp_avg")
     'exp_avg of 0.weight in the optimizer'

@@ -189,8 +189,8 @@ def encode_tensors(
 def as_bytes(tensor: Tensor) -> memoryview:
     """Return a view of the memory of a contiguous CPU tensor. The view keeps the tensor alive.
 
-    NumPy is avoided, because torch can no longer resize memory that NumPy has viewed, and some observers resize their
-    buffers.
+    NumPy is avoided, because torch can no longer resize memory that NumPy has viewed, and some of torch's quantization
+    observers resize their buffers.
     """
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"

@@ -75,7 +75,7 @@ def read_import(path: Path) -> dict[str, Tensor]:
         ) from None
     if about.format_version != IMPORT_FORMAT_VERSION:
         got = f"{path}: format {about.format_version}; this version reads {IMPORT_FORMAT_VERSION}"
-        raise WhetError("the imported weights have another format", got=got, try_="import again")
+        raise WhetError("the imported weights have an unsupported format", got=got, try_="import again")
     data = read_verified(path / WEIGHTS_FILE, expected=FileDigest(size=about.size, sha256=about.sha256))
     try:
         return decode_tensors(data)

@@ -82,7 +82,7 @@ class DamagedCheckpointError(WhetError):
 
 
 class FileDigest(FrozenModel):
-    """Size in bytes and SHA-256 of a file."""
+    """The size in bytes and the SHA-256 of a file."""
 
     size: Size
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -134,7 +134,7 @@ class CheckpointManifest(FrozenModel):
     """Tensors that are split by rows over several ranks. Empty except in the sharded format."""
 
     def to_bytes(self) -> bytes:
-        """Encode the manifest as canonical JSON, with the hash of all other fields."""
+        """Encode the manifest as canonical JSON, including a hash of its other fields."""
         fields = self.as_json()
         # Format 2 does not have this field, and its readers reject unknown fields.
         if self.format_version == FORMAT_VERSION:
@@ -180,7 +180,7 @@ def check_format(path: Path, version: object) -> None:
     else:
         hint = "the version of whet that made the run, or another run folder"
     got = f"{path}: format {version}; this whet reads {FORMAT_VERSION} and {SHARDED_VERSION}"
-    raise WhetError("the checkpoint has another format", got=got, try_=hint)
+    raise WhetError("the checkpoint has an unsupported format", got=got, try_=hint)
 
 
 def damaged_error(what: str, path: Path, why: object = None) -> DamagedCheckpointError:

@@ -57,7 +57,7 @@ class InitialState:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> "InitialState":
-        """Describe the current state of a model and its optimizers."""
+        """Record the current structure, flags and attributes of a model and its optimizers."""
         in_eval = _modules_in_eval(model)
         return cls(
             structure=describe_structure(model),
@@ -201,7 +201,7 @@ def _fit_buffer(model: nn.Module, name: str, wanted: Any, *, is_persistent: bool
 
 
 def expanded_copy(target: Tensor, values: Tensor) -> Tensor:
-    """Return values for a tensor whose elements share memory: a copy, expanded like `target` if the values allow it."""
+    """Return a copy of the values on the device of `target`, expanded like `target` if the values allow it."""
     kept = values
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and stride == 0:
@@ -212,7 +212,7 @@ def expanded_copy(target: Tensor, values: Tensor) -> Tensor:
 
 
 def replace_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a buffer with another tensor."""
+    """Replace a buffer of a module with another tensor, under the same name."""
     prefix, _, attribute = name.rpartition(".")
     model.get_submodule(prefix)._buffers[attribute] = tensor
 

@@ -23,7 +23,7 @@ _GONE = "@gone"
 
 def state_name(prefix: str, parameter: str, key: object) -> str:
     """Return the name under which a tensor in the state of a parameter is saved."""
-    # The key follows the last slash.
+    # Readers split this name at the last slash, so the key comes last.
     return f"{prefix}{parameter}/{str(key).replace('%', '%25').replace('/', '%2F')}"
 
 
@@ -108,7 +108,7 @@ def has_own_state(optimizer: Optimizer) -> bool:
 
 
 class OptimizerRestorer:
-    """Restores optimizers from a checkpoint."""
+    """Restores the state of one or more optimizers from a checkpoint."""
 
     def __init__(
         self,
@@ -132,14 +132,14 @@ class OptimizerRestorer:
         """Restore an optimizer. Raise WhetError if the checkpoint was made with a different optimizer."""
         if facts["class"] != type(optimizer).__name__:
             raise WhetError(
-                "the checkpoint was made with another optimizer",
+                "the checkpoint was made with a different optimizer",
                 got=f"{facts['class']}; this is {type(optimizer).__name__}",
                 try_="the optimizer the run was started with",
             )
         inner = dict(inner_optimizers(optimizer))
         if inner.keys() != facts.get("inner", {}).keys():
             raise WhetError(
-                "the checkpoint was made with another optimizer",
+                "the checkpoint was made with a different optimizer",
                 got=f"one with {', '.join(facts.get('inner', {})) or 'no optimizer inside'}",
                 try_="the optimizer the run was started with",
             )
@@ -173,7 +173,7 @@ class OptimizerRestorer:
         for saved, group in zip(facts["groups"], groups, strict=True):
             order = self._in_saved_order(saved["parameters"], group["params"])
             if order is None:
-                gone = " that are no parameters of this model" if _GONE in saved["parameters"] else ""
+                gone = " that are not parameters of this model" if _GONE in saved["parameters"] else ""
                 got = f"{len(saved['parameters'])} parameters{gone}"
                 raise WhetError(
                     "the checkpoint's parameter groups differ",
@@ -185,7 +185,7 @@ class OptimizerRestorer:
                 group["params"] = order
 
     def _in_saved_order(self, names: Sequence[str], now: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the parameters of a group in their saved order, or None if the group holds other parameters.
+        """Return the parameters of a group in their saved order, or None if the group has different ones.
 
         weight_norm replaces a parameter during a run. The group keeps the old parameter unless the user adds the new
         ones to it, in which case the restored model has the new ones too.
@@ -204,7 +204,7 @@ class OptimizerRestorer:
     def _decode_parts(
         self, optimizer: Optimizer, facts: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-        """Return the values of the parameter groups and the state of the parameters."""
+        """Decode the hyperparameters of the parameter groups and the state of the parameters."""
         groups = [
             # The current plan selects the kernels. They may differ from those of the saved run.
             {k: self._group_value(group, k, v) for k, v in sorted(saved["values"].items()) if k not in EXECUTION_KEYS}

@@ -17,18 +17,18 @@ from whet.checkpoint.snapshot import Snapshot
 
 
 class RankExchange(Protocol):
-    """Exchanges short named messages between the ranks of a run."""
+    """The interface for exchanging short named messages between the ranks of a run."""
 
     @property
     def rank(self) -> int:
-        """This rank, counted from 0."""
+        """The index of this rank, counted from 0."""
 
     @property
     def size(self) -> int:
         """The number of ranks."""
 
     def post(self, name: str, text: str) -> None:
-        """Publish a message."""
+        """Publish a message under a name that other ranks wait for."""
 
     def wait(self, name: str) -> str:
         """Wait for a message and return it. Raise WhetError if the sender has exited or does not respond."""

@@ -31,12 +31,12 @@ WantedRows = Callable[[str, tuple[int, ...]], RowRange | None]
 
 
 def all_rows(_name: str, _shape: tuple[int, ...]) -> RowRange | None:
-    """Select all rows of every tensor."""
+    """A `WantedRows` function that selects all rows of every tensor."""
     return None
 
 
 class HeldRows(FrozenModel):
-    """The rows of one tensor in a shard."""
+    """The range of rows of one tensor that a shard contains."""
 
     dtype: str
     shape: tuple[Size, ...]
@@ -174,7 +174,7 @@ def _read_pieces(
     header = layout.header()
     with open_verified(path, expected=expected) as file:
         if read_exactly(file, len(header), path=path) != header:
-            raise ValueError(f"{path.name} has another header than the manifest implies")
+            raise ValueError(f"{path.name} has a different header than the manifest implies")
         # Read in file order, so that disk access is sequential.
         for name, piece, part in sorted(needed, key=lambda item: layout.slots[item[0]].start):
             slot = layout.slots[name]

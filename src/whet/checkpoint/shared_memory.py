@@ -75,7 +75,7 @@ def encode_group(group: list[KeptTensor], tensors: dict[str, Tensor]) -> None:
 
 
 def memory_key(tensor: Tensor) -> Any:
-    """Return a value that is equal for tensors that share memory."""
+    """Return a key that is equal for tensors that share memory."""
     if is_distributed(tensor):
         return id(tensor)
     storage = tensor.untyped_storage()

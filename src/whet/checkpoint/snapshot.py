@@ -140,7 +140,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_form(tensor: Tensor) -> Tensor:
-    """Return a tensor in the form in which it is saved."""
+    """Return the tensor in a dtype that safetensors can store."""
     # safetensors has no complex128.
     return torch.view_as_real(tensor.detach()) if tensor.dtype is torch.complex128 else tensor
 

@@ -35,7 +35,7 @@ MOVE_CHECKPOINT = "move the newest folder out of checkpoints/, and run the same 
 
 
 class RestoredState(NamedTuple):
-    """The result of `restore_snapshot`."""
+    """The progress and the messages that `restore_snapshot` returns."""
 
     progress: dict[str, Any]
     """The caller's own state, as passed to `take_snapshot`."""
@@ -226,7 +226,10 @@ def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
 
 
 def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
-    """Return the saved rows that this rank's part of `target` needs. Raise WhetError if other rows were read."""
+    """Return the part of a saved tensor that this rank's shard of `target` needs.
+
+    Raise WhetError if those rows were not read.
+    """
     read, needed = snapshot.rows.get(name), local_rows(target)
     if read != needed:
         got = f"{read or 'all rows'} of {name!r} were read; {needed or 'all rows'} are needed"
@@ -240,7 +243,7 @@ def _restore_others(
     saved = snapshot.facts["other_optimizers"]
     if saved.keys() != others.keys():
         raise WhetError(
-            "the checkpoint was made with other optimizers",
+            "the checkpoint was made with different optimizers",
             got=f"{', '.join(others) or 'one'}; the checkpoint has {', '.join(saved) or 'one'} besides the first",
             try_="the optimizers the run was started with, in their order",
         )

@@ -77,7 +77,7 @@ class StateDecoder:
         return decode(self, value)
 
     def again(self, value: dict[str, Any]) -> Any:
-        """Return an object that has already been decoded."""
+        """Return the object to which a repeated reference points."""
         return self._objects[value["of"]]
 
     def items(self, value: dict[str, Any]) -> list[Any]:
@@ -96,7 +96,7 @@ class StateDecoder:
         return torch.device("cpu") if is_host else self._device
 
     def set_tensor(self, name: str, tensor: Tensor) -> None:
-        """Use this tensor for all references to a saved name."""
+        """Use this tensor for all references to a saved tensor name."""
         self._decoded[name] = tensor
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class StateDecoder:
         return self._decoded[name]
 
     def referenced(self, value: dict[str, Any]) -> Tensor:
-        """Return the tensor that an encoding refers to."""
+        """Return the tensor that an encoding refers to by name: one of the model, or a saved one."""
         name = value["of"]
         return self._decoded[name] if name in self._decoded else self.reference({"name": name})
 
@@ -146,7 +146,7 @@ class StateDecoder:
         return self.remember(_with_flags(made, value), value)
 
     def remember(self, tensor: Tensor, value: dict[str, Any]) -> Tensor:
-        """Store a view or an alias under its path, because the state may contain the same object again."""
+        """Store a decoded view or alias under its path, because later entries may refer to the same object."""
         self._decoded[value["path"]] = tensor
         return tensor
 

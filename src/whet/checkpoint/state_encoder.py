@@ -44,7 +44,7 @@ class NotEncodableError(TypeError):
 
 
 class _Encoded(NamedTuple):
-    """An object that may appear again in the same state."""
+    """An object that has been encoded, and may occur a second time in the same state."""
 
     value: Any
     """The object itself, kept alive so that its id stays unique."""
@@ -117,7 +117,7 @@ class ValueEncoder:
         try:
             encoded = self._encode_changeable(value, path, depth)
         except NotEncodableError:
-            # Forget the objects of an incomplete state.
+            # Encoding has failed, so forget the objects of the incomplete state.
             while len(self._objects) > num_known:
                 self._objects.popitem()
             raise
@@ -214,7 +214,10 @@ class ValueEncoder:
         return {**facts, **self._sharing(value, path)}
 
     def _sharing(self, value: np.ndarray, path: str) -> dict[str, str]:  # noqa: ARG002
-        """Return the path of the array whose memory this one shares. Fingerprints omit it."""
+        """Return the path of an earlier array that shares the memory of this one, as an entry of its encoding.
+
+        Fingerprints omit it.
+        """
         return {}
 
     def _encode_generator(self, value: Any, path: str, depth: int) -> Any:
@@ -271,9 +274,9 @@ def _has_id(encoded: list[Any]) -> bool:
 
 
 def _are_plain(values: Collection[Any]) -> bool:
-    """Return whether all values are unchanged in JSON.
+    """Return whether JSON represents all values unchanged.
 
-    This is much faster than encoding each, for example in a vocabulary.
+    This check is much faster than encoding each value, for example in a vocabulary.
     """
     kinds = {*map(type, values)}
     return kinds <= {type(None), bool, int, str, float} and (float not in kinds or all(map(_is_plain_number, values)))
@@ -299,7 +302,7 @@ class StateEncoder(ValueEncoder):
         try:
             return super().encode(value, path, depth)
         except NotEncodableError:
-            # Forget the tensors of an incomplete state.
+            # Encoding has failed, so forget the tensors of the incomplete state.
             self._paths.difference_update(kept.path for kept in self._kept[mark:])
             del self._kept[mark:]
             raise

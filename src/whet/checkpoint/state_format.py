@@ -85,7 +85,7 @@ def missing_children(generator: np.random.Generator, saved: dict[str, Any] | Non
 
 
 def spawn(generator: np.random.Generator, number: int) -> None:
-    """Advance the count of spawned generators by `number`."""
+    """Spawn and discard `number` generators, so that the spawn count of the seed sequence matches the saved one."""
     seed: Any = getattr(generator.bit_generator, "seed_seq", None)
     # Spawn in parts: a run may have spawned one generator per step, and each takes memory.
     for start in range(0, number, _SPAWNED_AT_ONCE):

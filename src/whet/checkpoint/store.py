@@ -144,7 +144,9 @@ def load_newest(
             snapshot = (read or load_checkpoint)(folder / checkpoint_name(step))
             if run_id is not None and snapshot.info.run_id != run_id:
                 raise damaged_error(
-                    "the checkpoint belongs to another run", folder / checkpoint_name(step), snapshot.info.run_id[:80]
+                    "the checkpoint belongs to a different run",
+                    folder / checkpoint_name(step),
+                    snapshot.info.run_id[:80],
                 )
             return LoadedCheckpoint(step, snapshot, rejected)
         except DamagedCheckpointError as error:

@@ -176,7 +176,7 @@ def flatten(content: Any) -> Iterator[tuple[str, Any]]:
             )
         if isinstance(value, Mapping):
             inside = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
-            # The stack returns the last item first.
+            # Push the items in reverse, because the stack returns the last item first.
             waiting.extend(reversed(inside))
         else:
             yield name, value

@@ -31,7 +31,7 @@ _NICENESS = 10
 
 @dataclass(kw_only=True, slots=True)
 class PendingWrite:
-    """A write that is in progress or finished."""
+    """A checkpoint write that is in progress or finished, with its result."""
 
     step: int
     is_background: bool
@@ -76,9 +76,9 @@ class CheckpointWriter:
         self._thread.start()
 
     def collect(self, *, wait: bool) -> PendingWrite | None:
-        """Return the last write once.
+        """Return the result of the last write, once.
 
-        Return None if there is none, or if it is in progress and `wait` is False.
+        Return None if there is no uncollected write, or if it is still in progress and `wait` is False.
         """
         if self._write is None or (self.is_busy and not wait):
             return None

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from whet.doctor.report import DoctorReport
 
 _ORDER: "tuple[Verdict, ...]" = ("good", "differs", "failed", "not applicable", "skipped")
-# Problems beyond this number are only counted.
+# Maximum number of problems to print. Further problems are only counted.
 _MAX_LINES = 25
-# The load per core above which speeds are unreliable.
+# The load per core above which measured speeds are unreliable.
 _BUSY_LOAD = 0.5
 
 
@@ -82,7 +82,7 @@ def doctor(
 
 
 def render_report(report: "DoctorReport") -> Iterator[str]:
-    """Yield all lines of a report."""
+    """Yield the lines of the doctor's report."""
     from whet.machine.render import machine_line, system_state_lines
 
     yield f"machine   {machine_line(report.machine)}"
@@ -130,7 +130,7 @@ def render_group(name: str, results: "Sequence[CheckResult]") -> str:
 
 
 def _conclusion(report: "DoctorReport") -> str:
-    """Return the last line of the report."""
+    """Return the last line of the report, with the number of problems."""
     if report.problems:
         return f"{len(report.problems)} of {len(report.checks)} checks found a problem"
     num_skipped = sum(result.verdict == "skipped" for result in report.checks)

@@ -169,7 +169,9 @@ def forward(
                 opened, dashboard, project=project, once=once, tries=3 if once else None, notify=output.note, stop=stop
             )
         except UnreachableError as error:
-            raise WhetError(f"{to} does not respond", got=str(error), try_="the same command again, later") from error
+            raise WhetError(
+                f"{to} does not respond", got=str(error), try_="run the same command again later"
+            ) from error
     last = "" if done.last_step is None else f", up to step {done.last_step:,}"
     output.result(f"forwarded {done.rows:,} steps{last}" + (f"; the run is {done.state}" if done.state else ""))
     if signals:

@@ -127,7 +127,7 @@ def whet(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit with its code."""
+    """The console script `whet`: run the command in sys.argv and exit with its code."""
     _reserve_standard_streams()
     sys.exit(_flush_streams(run(sys.argv[1:] if arguments is None else arguments)))
 
@@ -140,7 +140,7 @@ def _reserve_standard_streams() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code."""
+    """Run the command given by `arguments` and return its exit code."""
     if sys.stdout is None:  # The caller closed stdout (whet train ... >&-). Continue without it.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     # --quiet and --debug are accepted anywhere on the command line, so typer never sees them.
@@ -192,7 +192,7 @@ def _run(args: list[str], *, debug: bool) -> int:
 
 
 def _reader_gone() -> int:
-    """Discard stdout after its reader has closed it (whet plan | head), because the flush at exit would fail again."""
+    """Redirect stdout to /dev/null after its reader has closed it (whet plan | head), so that no later flush fails."""
     _discard(sys.stdout)
     return 0
 
@@ -224,7 +224,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def _as_failure(error: BaseException) -> WhetError:
-    """Describe an unexpected exception. It is attributed to user code if the traceback contains any."""
+    """Convert an unexpected exception to a WhetError. It is attributed to user code if the traceback contains any."""
     from whet.base.origin import code_origin, failure_frames, frame_name, user_frames
 
     frames, own_frames = traceback.extract_tb(error.__traceback__), user_frames(error)

@@ -9,7 +9,7 @@ from whet.base.errors import UsageError
 from whet.cli import output
 
 _SEED_KEYS = ("seeds", "seed")
-# Trains a run with settings in a folder, and returns an exit code.
+# Trains one run with these settings in a folder, and returns the exit code.
 TrainRun = Callable[[list[str], Path], int]
 
 
@@ -76,7 +76,7 @@ def train_seeds(
         if folder.exists():
             write_seeds(folder, results)
         if code or seed not in results.done:
-            # After a usage error, the same command would only fail again.
+            # Stop after a usage error, because the runs with other seeds would fail in the same way.
             if path.exists() and code != UsageError.exit_code:
                 done = f"{len(results.done)} of {len(seeds)} seeds are done"
                 output.note(f"{done}; to resume all:\n  {shlex.join(command(folder))}")

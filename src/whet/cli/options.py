@@ -33,7 +33,7 @@ ModelFunction = Annotated[
 ]
 Checkpoint = Annotated[str, typer.Option(metavar="best|last|STEP|PATH", help="Which weights to use.")]
 
-# Chat models
+# Options of the commands that use chat models.
 ChatRun = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="A run folder of whet train chat; or give --checkpoint PATH.")
 ]
@@ -46,7 +46,7 @@ TopK = Annotated[int, typer.Option(metavar="K", help="Sample from the K most lik
 TopP = Annotated[float, typer.Option(metavar="P", help="Sample from the most likely tokens with total probability P.")]
 SamplingSeed = Annotated[int, typer.Option(metavar="N", min=0, help="The same seed and input give the same answer.")]
 
-# Servers
+# Options of the commands that start a server.
 Port = Annotated[int, typer.Option(metavar="N", help="First port to try; 0 picks any free port.")]
 NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Print the link without opening a browser.")]
 JsonLine = Annotated[bool, typer.Option("--json", help="Print address and link as one line of JSON.")]

@@ -29,7 +29,10 @@ _RANK_ZERO_GRACE_SECONDS = 4.0
 
 @contextmanager
 def configured(*, quiet: bool, debug: bool) -> Iterator[None]:
-    """Set the global flags for one command. Restore them on exit, because a process may run several commands."""
+    """Set the global flags (quiet, debug) for one command.
+
+    Restore them on exit, because a process may run several commands.
+    """
     module = globals()
     before = {name: module[name] for name in ("quiet", "debug", "rank")}
     module.update(quiet=quiet, debug=debug, rank=0)
@@ -50,7 +53,7 @@ def result(text: str) -> None:
 
 
 def stream(text: str) -> None:
-    """Print part of a result immediately, without a line break."""
+    """Print part of a result and flush, without a line break."""
     print(printable(text), end="", flush=True)
 
 

@@ -113,7 +113,7 @@ def arena(
 
     recipe = load_recipe(game)
     if not recipe.supports("play_match"):
-        raise UsageError(f"{game} is not a game", got=game, try_="hex")
+        raise UsageError(f"{game} is not a game that whet plays", got=game, try_="hex")
     with _game_counter() as watch:
         result = recipe.play_match(
             player_a,

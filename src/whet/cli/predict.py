@@ -161,7 +161,7 @@ def _standard_input() -> Iterator[Path]:
 
 
 def _load_predictor(opened: "Run", *, recipe: str | None, checkpoint: str, device: str) -> Any:
-    """Load the recipe's predictor with the weights of the run."""
+    """Load the predictor of a run's recipe, with the weights of a checkpoint."""
     from whet.api.load import load_predictor, load_run_recipe
 
     loaded = load_run_recipe(opened, given=recipe)

@@ -52,7 +52,7 @@ def prove(
 
     A function such as main() takes no arguments and calls whet.train or whet.Session. Its `run` is redirected.
 
-    A short part of your training first runs twice without interruption. If the two runs differ, training is not
+    A short part of your training run is first executed twice without interruption. If the two runs differ, training is not
     deterministic, and nothing can be proved. Then training is killed with SIGKILL at random times, and before every
     disk operation while it resumes, saves and cleans up, and is resumed after each kill. At the end, the last
     checkpoint (weights, EMA, optimizer, random generators), losses and metrics are compared bit for bit with those of
@@ -115,13 +115,14 @@ def _write(proof: "Proof", uninterrupted: Path, folder: Path, *, config: dict[st
     Return the completed proof.
     """
     from whet.api.prove import describe_changes
+    from whet.run import durable
     from whet.run.folder import open_run
     from whet.run.proof import write_proof
 
     proof = proof.model_copy(update={"shortened": describe_changes(config, open_run(uninterrupted).config)})
     write_proof(folder if is_run else uninterrupted, proof)
     if not is_run:
-        uninterrupted.rename(folder)
+        durable.move(uninterrupted, folder)
     return proof
 
 

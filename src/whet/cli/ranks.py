@@ -19,7 +19,10 @@ _TORCH_BYTES = 200_000_000
 
 
 def validate(target: str, settings: Sequence[str], nproc: int, *, config: Path | None, device: str) -> None:
-    """Raise UsageError for options that several processes do not support. Do not start any or import torch before."""
+    """Raise UsageError for options that several processes do not support.
+
+    Call this before processes are started and torch is imported.
+    """
     from whet.cli.multi_run import parse_seeds
     from whet.config.resolve import resolve_config
     from whet.distributed.ranks import check_not_mps, read_rank_info
@@ -119,14 +122,14 @@ def launch(
         got = f"rank {ended.rank} of {num_processes} by {killer}"
         if not (run / RUN_FILE).exists():
             raise KilledError(
-                "a process was killed before the training began",
+                "a process was killed before training began",
                 got=got,
                 try_="run the same command again",
                 code=ended.code,
             )
         if num_restarts == max_restarts:
             raise KilledError(
-                "a process of the training was killed, and the others were stopped",
+                "a training process was killed, and the others were stopped",
                 got=f"{got}, after {num_restarts} restarts; --max-restarts allows no more",
                 try_=f"run the same command with --run {run} to resume from the last checkpoint",
                 code=ended.code,

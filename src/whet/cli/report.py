@@ -84,7 +84,7 @@ def _check_no_search(folder: Path) -> None:
 
 
 def _seeds_text(folder: Path) -> str | None:
-    """Return the summary of a folder with one run per seed, or None for other folders."""
+    """Return the summary of a folder with one run per seed, or None for any other folder."""
     from whet.report.seeds import SEEDS_FILE, read_seeds, render_seeds
     from whet.run.folder import RUN_FILE
 

@@ -38,7 +38,7 @@ class _TrainOptions:
     nproc: int
 
     def command(self, settings: list[str], run: Path, *extra: str) -> list[str]:
-        """Return the command that resumes a run."""
+        """Return the `whet train` command that resumes a run."""
         return ["whet", "train", self.target, *settings, *self._common(), *extra, "--run", str(run)]
 
     def child_command(self, settings: list[str], run: Path | None) -> list[str]:
@@ -202,7 +202,7 @@ def _train_in_process(settings: list[str], run: Path | None, options: _TrainOpti
         from whet.cli.multi_run import train_selfplay
 
         if options.fresh and path.exists():
-            raise UsageError("--fresh cannot delete a self-play", got=f"--run {path}", try_="another --run DIR")
+            raise UsageError("--fresh cannot delete a self-play run", got=f"--run {path}", try_="another --run DIR")
         command = options.command(settings, path)
         return train_selfplay(recipe, resolved, path, device=options.device, command=command)
     if not (path / RUN_FILE).exists():
@@ -304,16 +304,15 @@ def _set_aside(path: Path) -> Iterator[None]:
             got=", ".join(foreign)[:200],
             try_="move them, or another --run",
         )
-    aside = durable.leftover_name(path)
     with lock.acquire(path):
-        path.rename(aside)
+        aside = durable.move_aside(path)
     try:
         yield
     finally:
         if path.exists():
             durable.remove(aside)
         else:
-            aside.rename(path)
+            durable.move(aside, path)
 
 
 def _event_printer(line: "ProgressLine", path: Path) -> "EventHandler":

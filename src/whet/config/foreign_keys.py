@@ -77,7 +77,7 @@ def _accumulation_error(key: str, values: Mapping[str, Any], model: type[Any]) -
         hint = f"global_batch_size={batch * steps} micro_batch={batch}; or leave micro_batch out: the plan chooses it"
     source = "" if isinstance(given, int) else ", the default"
     return UsageError(
-        "global_batch_size is the whole batch of an optimizer step, and whet accumulates gradients by itself",
+        "global_batch_size is the whole batch of an optimizer step, and whet accumulates gradients automatically",
         got=f"{key}={values.get(key)} with batches of {batch}{source}",
         try_=hint,
     )

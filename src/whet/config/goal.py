@@ -59,12 +59,12 @@ def resolve_mode(goal: str | None, mode: str) -> GoalMode:
     if mode != "auto":
         return cast("GoalMode", mode)
     if goal is None:
-        # Any mode will do, because nothing is compared without a goal.
+        # Without a goal, no metrics are compared, so the mode has no effect.
         return "max"
     known = metric_mode(goal)
     if known is None:
         raise UsageError(
-            "the name of the goal does not tell whether lower or higher is better",
+            "the name of the goal does not imply whether lower or higher is better",
             got=f"goal={goal!r}",
             try_='mode="min" if lower is better, mode="max" if higher is better',
         )

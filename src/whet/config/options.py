@@ -193,7 +193,7 @@ class CommonConfig(TrainingOptions):
         "warmup_steps": "auto",
         "clip": 1.0,
     }
-    # Recipes clip by default, so "if unset" would be wrong.
+    # Unlike SessionOptions, a recipe clips by default, so the description differs: null disables clipping.
     descriptions: ClassVar[Mapping[str, str]] = {"clip": "maximum gradient norm; null: not clipped"}
     group_aliases: ClassVar[dict[str, str]] = {}
     """Short forms of keys in groups. {"arch": "arch.kind"} accepts arch=gpt for arch.kind=gpt."""
@@ -207,13 +207,13 @@ class CommonConfig(TrainingOptions):
     # Unlike SessionOptions, a recipe accepts only the names of schedules: a command line cannot pass objects.
     schedule: ScheduleName = Field("linear", description=_SCHEDULE)
     optimizer: Literal["adamw", "adafactor", "sgd", "adam_atan2"] = Field(
-        "adamw", description="how weights are updated"
+        "adamw", description="optimizer that updates the weights"
     )
     lr: PositiveFloat = Field(3e-4, description="learning rate after the warm-up")
     weight_decay: NonNegativeFloat = Field(
         0.01, description="weight decay; biases and norms are excluded, except with adam_atan2"
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of activations dropped in training")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="dropout probability")
     seeds: Annotated[int, Field(gt=0, le=MAX_SEEDS)] = Field(
         1, description="train this many times, with seed, seed + 1, ..., and report mean and spread (whet train)"
     )
@@ -229,29 +229,32 @@ class CommonConfig(TrainingOptions):
     graph: Annotated[Graph, BeforeValidator(_parse_switch)] | Auto = Field(
         "auto", description="capture whole steps and replay them (CUDA); launch_bound: if the first steps show a gain"
     )
-    activation_checkpointing: Switch | Auto = Field("auto", description="recompute activations in the backward pass")
+    activation_checkpointing: Switch | Auto = Field(
+        "auto", description="recompute activations in the backward pass to save memory"
+    )
     layout: Layout | Auto = Field("auto", description="memory layout of the weights of convolutions")
     attention: Attention | Auto = Field("auto", description="which attention kernel is preferred")
     norms: Norms | Auto = Field("auto", description="torch's kernels for norms, or whet's (CUDA)")
     freed_memory: FreedMemory | Auto = Field(
         "auto", description="whether the C library keeps memory that a step on a CPU has freed for the next step"
     )
-    deterministic: Switch | Auto = Field("auto", description="use only kernels that give the same bits each time")
+    deterministic: Switch | Auto = Field("auto", description="use only deterministic kernels")
     sharding: Literal["off", "full"] | Auto = Field(
-        "auto", description="several processes each keep the whole model, or a part of every weight"
+        "auto",
+        description="shard weights, gradients and optimizer state over the processes, or keep a full copy in each",
     )
-    bucket_mb: int | Auto = Field("auto", description="megabytes of gradients that several processes sum at once")
+    bucket_mb: int | Auto = Field("auto", description="bucket size of the gradient all-reduce, in MB")
     checkpoint_steps: int | Auto = Field("auto", description="steps between checkpoints")
     checkpoint_minutes: float | Auto = Field("auto", description="minutes between checkpoints")
     checkpoint_epochs: int | Auto = Field("auto", description="epochs between checkpoints")
-    keep: int | Auto = Field("auto", description="how many of the last checkpoints are kept")
-    workers: int | Auto = Field("auto", description="processes that load data ahead")
+    keep_checkpoints: int | Auto = Field("auto", description="number of latest checkpoints to keep")
+    workers: int | Auto = Field("auto", description="number of processes that load data ahead")
     threads: int | Auto = Field("auto", description="CPU threads")
-    memory_gb: float | Auto = Field("auto", description="memory the run may plan for")
+    memory_gb: float | Auto = Field("auto", description="memory that the plan may use")
     on_device_failure: OnDeviceFailure | Auto = Field("auto", description="what to do if the device cannot be used")
     mps_fallback: Switch | Auto = Field("auto", description="run operators that MPS lacks on the CPU")
-    on_heat: OnHeat | Auto = Field("auto", description="what to do when the machine gets hot and slow")
-    keep_awake: Switch | Auto = Field("auto", description="keep a Mac from falling asleep while it trains")
+    on_heat: OnHeat | Auto = Field("auto", description="what to do when heat throttles the machine")
+    keep_awake: Switch | Auto = Field("auto", description="prevent a Mac from sleeping during training")
     verify: Annotated[Verify, BeforeValidator(_parse_switch)] | Auto = Field(
         "auto", description="before the first step, compare the device with the CPU, and check causal models"
     )
@@ -277,5 +280,5 @@ class CommonConfig(TrainingOptions):
 
     @classmethod
     def plan_keys(cls) -> tuple[str, ...]:
-        """Return the keys that are settings of the plan."""
+        """Return the option keys that are also settings of the plan."""
         return tuple(name for name in cls.model_fields if name in SETTING_NAMES)

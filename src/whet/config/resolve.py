@@ -120,7 +120,7 @@ def _defaults_list_error(defaults: list[Any], file: Path, named: Mapping[str, An
         hint += f"; or --config-name {file.stem}, which is built in"
     listed = ", ".join(f"{group}: {name}" for group, name in parts) or str(defaults)[:200]
     return UsageError(
-        "a config file has all its keys in one place; Hydra's list of defaults is not read",
+        "Hydra's defaults list is not supported: a config file contains all its keys",
         got=f"{file}: defaults: {listed}",
         try_=hint,
     )
@@ -162,9 +162,9 @@ def _group_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _apply_aliases(values: Mapping[str, Any], group_aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Replace names of keys in other tools, and torch's dtype names for precisions, with whet's names."""
+    """Replace keys of other tools, and torch's dtype names for precisions, with whet's names."""
     aliases = {**ALIASES, **group_aliases}
-    # A key together with its alias is ambiguous.
+    # If both a key and its alias are given, the value is ambiguous.
     for alias, key in aliases.items():
         if alias in values and key in values:
             raise UsageError("a key is given twice", got=f"{alias} and {key}", try_=f"only {key}")
@@ -193,7 +193,7 @@ def _has_choice_none(field: FieldInfo) -> bool:
 
 
 def _union_members(annotation: Any) -> list[Any]:
-    """Return the members of nested unions and annotated types."""
+    """Return the types in a union, including those in nested unions and Annotated types."""
     if get_origin(annotation) is Literal or not get_args(annotation):
         return [annotation]
     return [member for part in get_args(annotation) for member in _union_members(part)]

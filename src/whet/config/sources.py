@@ -32,7 +32,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if _nesting_depth(content) > _MAX_FILE_DEPTH:
         raise _too_deep_error(path)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UsageError(f"{path} does not hold keys and values", got=type(content).__name__, try_="lr: 1e-4")
+        raise UsageError(f"{path} does not contain keys and values", got=type(content).__name__, try_="lr: 1e-4")
     return content
 
 
@@ -120,7 +120,7 @@ def _unique_key_loader() -> type["yaml.SafeLoader"]:
 
 
 def _nesting_depth(content: Any) -> int:
-    """Return how deeply mappings are nested."""
+    """Return the number of levels of nested mappings."""
     level, depth = [content], 0
     while level and depth <= _MAX_FILE_DEPTH + 1:
         # Do not recurse, because a file that is nested 100,000 levels deep would overflow the stack.

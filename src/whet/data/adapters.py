@@ -22,7 +22,7 @@ from whet.data.recorded import RecordedBatches, RecordedSource
 from whet.data.sample import DatasetReader, SampleIdentity
 from whet.data.samplers import StreamedOrder
 
-# Re-exported next to the function that opens sources.
+# Re-export these names, so that callers can import them together with `open_source`.
 from whet.data.source import AbstractSource
 from whet.data.split import BatchSplitter, LengthMode, RankShare
 from whet.data.streams import IterableLoaderSource, IterableSource

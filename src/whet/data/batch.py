@@ -26,7 +26,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalBatch:
-    """The samples of one optimizer step, as `for batch in session` yields them.
+    """The samples of one optimizer step, which `for batch in session` yields.
 
     Pass it to `session.step(loss, batch)`, which splits it into micro-batches and passes these to the loss function.
     """
@@ -227,7 +227,7 @@ class Ragged:
 
     @classmethod
     def of(cls, samples: Sequence[Tensor], *, pad_value: float = 0) -> "Ragged":
-        """Return a column that contains these samples."""
+        """Return a column that concatenates these samples."""
         lengths = torch.tensor([0, *(len(sample) for sample in samples)])
         return cls(values=torch.cat(list(samples)), starts=lengths.cumsum(0), pad_value=pad_value)
 
@@ -243,7 +243,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Tensor:
-        """The length of every sample."""
+        """The length of every sample, (samples,)."""
         return self.starts.diff()
 
     def padded(self, rows: Tensor, *, length: int) -> Padded:

@@ -76,7 +76,7 @@ def check_no_loader_inside(data: Any) -> None:
             raise UsageError(
                 "this data yields the batches of a DataLoader, not samples",
                 got=f"{type(data).__name__} around a DataLoader",
-                try_=f"the DataLoader itself: data.{name}; what the wrapper does to a batch belongs into the loss",
+                try_=f"the DataLoader itself: data.{name}; apply what the wrapper does to a batch in the loss",
             )
 
 
@@ -183,7 +183,7 @@ def loader_columns(loader: DataLoader[Any]) -> Columns | None:
 
 
 def describe_non_finite_data(loader: DataLoader[Any]) -> str | None:
-    """Return which in-memory tensors of a loader contain NaN or Inf, or None if all are finite.
+    """Describe which in-memory tensors of a loader contain NaN or Inf. Return None if all are finite.
 
     Non-finite values are only reported, because some losses mask missing values.
 

@@ -63,14 +63,14 @@ class SampleOrder(ABC):
 
     @abstractmethod
     def batches(self, position: Position) -> Iterator[PlannedBatch]:
-        """Yield the remaining global batches of the epoch at `position`."""
+        """Yield the global batches of an epoch that remain after `position`."""
 
     def state(self, epoch: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the state that other processes and a resume need to repeat the order of this epoch, as plain JSON."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the order described by `state`."""
+        """Restore an order from what `state` returned."""
 
 
 @final
@@ -124,11 +124,11 @@ class RepeatingOrder(SampleOrder):
             start = end
 
     def _draw(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Return the sample ids at these places of an epoch."""
+        """Return the ids of the samples at these indices of the epoch's order."""
         if self._replacement:
             mixed = _scramble(places.astype(np.uint64) + np.uint64(mix_seed(self._seed, epoch)))
             return (mixed % np.uint64(self._size)).astype(np.int64)
-        # Shuffled passes over the complete data, one after another.
+        # The order consists of shuffled passes over the complete data, one after another.
         passes = places // self._size
         return np.concatenate(
             [self._pass(epoch, int(number))[places[passes == number] % self._size] for number in np.unique(passes)]

@@ -16,7 +16,9 @@ _PAD_VALUES = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 
 
 
 def pad_tokens(samples: Sequence[Any], *, pad_token_id: int | None) -> DictBatch | None:
-    """Pad samples with `input_ids` to the longest one, like DataCollatorWithPadding. Return None for other samples.
+    """Pad samples with `input_ids` to the longest one, like DataCollatorWithPadding.
+
+    Return None for samples without `input_ids`.
 
     >>> pad_tokens([{"input_ids": [5, 6], "label": 1}, {"input_ids": [7], "label": 0}], pad_token_id=9)["input_ids"]
     tensor([[5, 6],

@@ -30,7 +30,7 @@ class RecordedBatches:
 
 @final
 class RecordedSource(AbstractSource):
-    """Yields recorded batches and splits them like the original source."""
+    """A data source that yields recorded batches, and splits them like the source that they were recorded from."""
 
     is_in_memory = True
 

@@ -104,7 +104,7 @@ class DatasetReader:
         return collated
 
     def identify(self, ids: list[int]) -> "SampleIdentity":
-        """Read a few samples twice, collate them twice, and return their identity."""
+        """Read and collate a few samples twice. Return their digests, and whether both reads agree."""
         samples = [self.read(0, number, number) for number in ids]
         digests = [sample_digest(sample) for sample in samples]
         # If the results differ, the data is random and cannot be identified.
@@ -218,7 +218,7 @@ def pack_samples(value: Any) -> memoryview:
         ) from error
 
 
-# --- identity --------------------------------------------------------------------------------------------------------
+# --- sample identity -------------------------------------------------------------------------------------------------
 
 
 def sample_digest(value: Any) -> bytes:

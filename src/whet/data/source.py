@@ -31,7 +31,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
-        """Yield the remaining global batches of the epoch at `position`."""
+        """Yield the global batches of an epoch that remain after `position`."""
 
     def micro_batches(self, batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode) -> Iterator[MicroBatch]:
         """Split this rank's part of a global batch. The micro-batches are on the device if the data is."""
@@ -40,7 +40,7 @@ class AbstractSource(ABC):
     def split(
         self, batch: GlobalBatch, share: RankShare, *, micro_batch: int, length_mode: LengthMode
     ) -> Iterator[MicroBatch]:
-        """Split the part of a global batch given by `share`."""
+        """Split one rank's share of a global batch into micro-batches."""
         if batch.collated is not None:
             return split_collated(batch, micro_batch=micro_batch, share=share)
         return split_samples(
@@ -81,7 +81,7 @@ class AbstractSource(ABC):
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
+        """Restore a state that `state` returned."""
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events since the last call, as (kind, fields), for the run's log."""

@@ -31,7 +31,7 @@ of a full micro-batch, the last one of a global batch, and the last one of an ep
 """
 
 
-# --- between ranks ---------------------------------------------------------------------------------------------------
+# --- splitting between ranks -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ def num_micro_batches(num_samples: int, *, micro_batch: int, size: int) -> int:
     return -(-largest // micro_batch)
 
 
-# --- by length -------------------------------------------------------------------------------------------------------
+# --- splitting by length ---------------------------------------------------------------------------------------------
 
 
 def split_indices(lengths: np.ndarray, *, micro_batch: int, length_mode: LengthMode) -> Iterator[np.ndarray]:

@@ -65,13 +65,13 @@ class StreamReader(Generic[T]):
         self._restored: dict[str, Any] | None = None
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
+        """Set the state from which the next epoch continues."""
         if state and self.has_state:
             self._iterable.load_state_dict(copy.deepcopy(state))
             self.state = self._restored = state
 
     def batches(self, position: Position) -> Iterator[StreamedBatch[T]]:
-        """Yield the remaining batches of the epoch at `position`."""
+        """Yield the batches of an epoch that remain after `position`."""
         epoch, start = position.epoch, position.samples
         for owner in self._epoch_owners:
             set_epoch(owner, epoch)

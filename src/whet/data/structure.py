@@ -162,7 +162,7 @@ def _how_to_divide(value: Any, num_samples: int, name: str) -> tuple[str, str | 
 
 
 def _is_uniform(parts: tuple[Any, ...] | list[Any]) -> bool:
-    """Return whether the parts may be samples: they have one type, with the same fields or the same kind of tensor."""
+    """Return whether these items may be samples: all have one type, with the same fields or the same kind of tensor."""
 
     def kind(part: Any) -> Any:
         if isinstance(part, Tensor):

@@ -107,7 +107,7 @@ class Workers:
             self.close()
 
     def close(self) -> None:
-        """Kill all worker processes."""
+        """Kill all worker processes. They start again on the next use."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:

@@ -1,4 +1,4 @@
-"""The device interface. The base classes provide defaults, which each device overrides as needed.
+"""The device interface. The base classes provide defaults, which the classes of the devices override.
 
 To add a device, subclass `AbstractDevice` in a new file and add the class to `open.py`.
 """
@@ -41,6 +41,19 @@ class AbstractDevice(ABC):
     """Values of the `attention` setting that this device supports besides "torch"."""
     has_whet_norms = False
     """Whether whet's norm kernels run on this device."""
+    has_tf32 = False
+    """Whether float32 matrix products can be computed with TF32."""
+    is_cpu = False
+    """Whether this is the CPU, with which other devices are compared."""
+    adds_in_any_order = False
+    """Whether kernels use atomic additions, so that the same step may round differently each time."""
+    rank_backend: str | None = "gloo"
+    """The backend of torch.distributed for ranks with a device each, or None if ranks cannot train together on it."""
+    rounding_variables: tuple[str, ...] = ("MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE")
+    """Environment variables that change the last bits and that no setting of the plan covers.
+
+    OMP_NUM_THREADS and MKL_NUM_THREADS are not included: a run records their effect as `threads`.
+    """
 
     def __init__(self) -> None:
         self.memory: DeviceMemory = DeviceMemory()
@@ -55,6 +68,14 @@ class AbstractDevice(ABC):
     def generator(self) -> torch.Generator | None:
         """The random number generator of the device, or None if it uses the CPU generator."""
         return None
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether the device is simulated."""
+        return False
+
+    def check_environment(self, *, watermarks: tuple[float, float] | None, needs_fallback: bool) -> None:
+        """Raise UsageError if torch has read other environment variables of MPS than the plan needs."""
 
     # --- tensors and time --------------------------------------------------------------------------------------------
 
@@ -81,7 +102,7 @@ class AbstractDevice(ABC):
         """Return the seconds between two marks. Waits until the device has reached both."""
         return float(end - start)
 
-    # --- computation of models ---------------------------------------------------------------------------------------
+    # --- model execution ---------------------------------------------------------------------------------------------
 
     def use_precision(self, precision: str) -> None:
         """Enable TF32 for float32 matrix products and convolutions in this process if `precision` is "tf32".
@@ -163,7 +184,7 @@ class DeviceMemory:
     """Whether the device uses host memory. A copy on the host then takes memory from training."""
 
     def usage(self) -> MemoryUsage:
-        """Return the current counters without waiting for the device."""
+        """Return the current memory counters, without waiting for the device."""
         return MemoryUsage()
 
     def free_bytes(self) -> int | None:

@@ -57,11 +57,11 @@ class ContentionWatch:
         self._spin()
 
     def stop(self) -> None:
-        """End `run`, and let threads spin again."""
+        """End `run`, and make torch's threads spin again while they wait."""
         self._is_over.set()
 
     def read(self) -> bool:
-        """Read the thread's times, and switch if necessary.
+        """Read the scheduling times of the thread, and switch between spinning and sleeping if necessary.
 
         Return False if the system does not provide the times, or if torch's threads cannot be switched.
         """
@@ -75,12 +75,13 @@ class ContentionWatch:
         if self._idle is not None:
             is_shared = waited > MAX_WAKE_SECONDS * max(1, times.slices - last.slices)
             if times.total >= self._spin_at and not is_shared:
-                # Whether the cores are free is measured reliably only while threads spin.
+                # Only while threads spin does the measurement show reliably whether the cores are free.
                 self._spin()
         elif waited > MAX_WAITING_SHARE * (times.total - last.total):
             self._idle = self._start_idle()
             if self._idle is None:
-                # torch does not use libgomp, and never will in this process. Looking again would read all memory maps.
+                # torch has not loaded libgomp, and will not load it later. Searching again would read the memory map of
+                # the process again.
                 return False
             self.was_contended = True
             self._spin_at = times.total + self._sleep_seconds

@@ -23,6 +23,7 @@ class CpuDevice(AbstractDevice):
     """The CPU of this machine. Every operation is complete when its call returns."""
 
     kind = "cpu"
+    is_cpu = True
     attention_kernels = ("flash", "math")
 
     def __init__(self) -> None:

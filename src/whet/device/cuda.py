@@ -19,13 +19,22 @@ _SYNC_WARNING = "called a synchronizing"
 
 @final
 class CudaDevice(AbstractDevice):
-    """One CUDA GPU."""
+    """One CUDA GPU, used through torch."""
 
     kind = "cuda"
     # Fused optimizer kernels read the learning rate from GPU memory as float32.
     lr_dtype = torch.float32
     attention_kernels = ("cudnn", "flash", "efficient", "math", "whet")
     has_whet_norms = True
+    has_tf32 = True
+    adds_in_any_order = True
+    rank_backend = "nccl"
+    rounding_variables = (
+        *AbstractDevice.rounding_variables,
+        "CUBLAS_WORKSPACE_CONFIG",
+        "NVIDIA_TF32_OVERRIDE",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    )
 
     def __init__(self, index: int = 0, *, overlaps_copies: bool = False) -> None:
         super().__init__()

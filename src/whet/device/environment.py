@@ -7,6 +7,7 @@ the source code of PyTorch 2.13 (MPSFallback.mm, MPSAllocator.mm), and has not b
 import contextlib
 import getpass
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,15 @@ from whet.plan.environment import TORCH_WATERMARKS, WHET_WATERMARKS
 FALLBACK, HIGH, LOW = MPS_FALLBACK, MPS_HIGH_WATERMARK, MPS_LOW_WATERMARK
 _TORCH_WATERMARKS = dict(zip((HIGH, LOW), TORCH_WATERMARKS, strict=True))
 _MAX_RATIO = 2.0
+_COMPILER_PREFIXES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "TORCHDYNAMO_", "TRITON_")
+_COMPILER_CONFIGS = (
+    "torch._dynamo.config",
+    "torch._inductor.config",
+    "torch._functorch.config",
+    "torch.compiler.config",
+)
+# Where compiled code is cached does not change it, and whet sets these variables itself.
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _MAX_GPUS = 64
 _FIX = f"export {HIGH}=1.0 {LOW}=0.9, or unset both"
 
@@ -42,7 +52,7 @@ def configure_mps_memory() -> None:
 
 
 def check_mps_memory(watermarks: tuple[float, float]) -> None:
-    """Raise UsageError if the environment, which torch has already read, has other watermarks than the plan."""
+    """Raise UsageError if the environment, which torch has already read, has watermarks that differ from the plan."""
     current = _read_ratio(HIGH), _read_ratio(LOW)
     if current != watermarks:
         raise UsageError(
@@ -67,6 +77,22 @@ def configure_compile_cache() -> None:
         env.set_defaults({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=(str(default),))
         of_torch = [str(default / "triton" / str(index)) for index in range(_MAX_GPUS)]
         env.set_defaults({"TRITON_CACHE_DIR": str(folder / "triton")}, defaults=of_torch)
+
+
+def compiler_settings() -> dict[str, object]:
+    """Return what the user has configured of torch's compiler: environment variables, and options set in Python.
+
+    The code that the compiler produces depends on them, so keys of cached comparisons and measurements contain them.
+    An option can only have been changed in a module that is loaded.
+    """
+    settings: dict[str, object] = dict(env.with_prefix(*_COMPILER_PREFIXES))
+    for name in _COMPILER_CONFIGS:
+        if (module := sys.modules.get(name)) is not None:
+            # codegen_config() lists options as well that torch itself has set to their defaults (torch 2.13).
+            defaults = {option: entry.default for option, entry in module._config.items()}
+            current = module.get_config_copy().items()
+            settings |= {f"{name}.{option}": repr(value) for option, value in current if value != defaults.get(option)}
+    return {name: value for name, value in settings.items() if name not in _FOLDERS}
 
 
 def _make_private(folder: Path) -> None:

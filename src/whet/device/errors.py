@@ -83,7 +83,7 @@ class GpuFailedError(WhetError):
     """Raised when the GPU has failed. Its results since then are invalid."""
 
     def __init__(self, report: str) -> None:
-        """Choose the message by `report`, the text that torch or Metal gave."""
+        """Choose the message based on `report`, the text from torch or Metal."""
         kept = "the same command resumes from the last checkpoint, which is from before the failure"
         if any(word in report for word in WATCHDOG_TEXTS):
             # Smaller batches do not help, because the display waits for all queued work, not for one kernel.
@@ -107,7 +107,7 @@ class GpuFailedError(WhetError):
 
 
 def explain_gpu_failure(error: BaseException | None) -> GpuFailedError | None:
-    """Return a GpuFailedError if torch reports a GPU failure, or None for other errors and for GpuFailedError."""
+    """Return a GpuFailedError for an error with which torch reports a GPU failure, or None for any other error."""
     if isinstance(error, GpuFailedError):
         return None
     reported = next((str(one) for one in _chain(error) if str(one).startswith(COMMAND_BUFFER_TEXT)), None)

@@ -59,14 +59,14 @@ class FakeDevice(AbstractDevice):
 
 @final
 class FakeMemory(DeviceMemory):
-    """Memory that is counted but not allocated."""
+    """Simulated device memory with a limit, which is counted but not allocated."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._held_bytes = self._peak_bytes = 0
         self._limit_bytes = limit_bytes
 
     def hold(self, num_bytes: int) -> None:
-        """Count an allocation. Above the limit, raise the same error as MPS."""
+        """Count the bytes of an allocation. Above the limit, raise the out-of-memory error of MPS."""
         if self._held_bytes + num_bytes > self._limit_bytes:
             raise RuntimeError(
                 f"MPS backend out of memory (MPS allocated: {self._held_bytes / GB:.2f} GiB, "
@@ -94,8 +94,9 @@ class FakeMemory(DeviceMemory):
 class SimulatedGraphs(AbstractGraphs):
     """Simulates CUDA graphs on the CPU. It records operators while they run, undoes them, and replays them later.
 
-    As with CUDA, a replay executes no Python code and uses the same memory. So host values are constants, and a tensor
-    that replaces another one is not used. Operators that synchronize cannot be captured.
+    As with CUDA, a replay executes no Python code and uses the same memory. Therefore values computed on the host stay
+    constant, and a tensor that replaces another one after the recording has no effect. Operators that synchronize
+    cannot be captured.
     """
 
     @contextmanager

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from whet.base.errors import UsageError
 from whet.base.units import format_seconds
+from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice, DeviceMemory, DeviceMonitor, MemoryUsage
-from whet.device.environment import configure_mps_memory
+from whet.device.environment import FALLBACK, check_mps_memory, configure_mps_memory, has_fallback
 from whet.device.errors import GpuFailedError, check_dtype, explain_mps_errors, ignore_handled_warnings
 from whet.device.operators import operator_status, torch_operators
 from whet.device.stderr_watch import GPU_MEMORY_TEXTS, METAL_FAILURES, WATCHDOG_TEXTS, StderrWatch
@@ -28,11 +29,12 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 @final
 class MpsDevice(AbstractDevice):
-    """The Apple GPU of this machine."""
+    """The Apple GPU of this machine, used through torch's MPS backend."""
 
     kind = "mps"
     # Metal does not support float64.
     lr_dtype = torch.float32
+    rank_backend = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +49,20 @@ class MpsDevice(AbstractDevice):
     @property
     def generator(self) -> torch.Generator:
         return torch.mps._get_default_mps_generator()
+
+    @property
+    def is_virtual(self) -> bool:
+        return virtual_mac.installed() is not None
+
+    def check_environment(self, *, watermarks: tuple[float, float] | None, needs_fallback: bool) -> None:
+        if watermarks is not None:
+            check_mps_memory(watermarks)
+        if needs_fallback and not has_fallback():
+            raise UsageError(
+                "mps_fallback must be set before torch starts",
+                got=f"mps_fallback=on, and no {FALLBACK} in the environment",
+                try_=f"{FALLBACK}=1 python ..., or whet train, which sets it",
+            )
 
     def put(self, tensor: Tensor) -> Tensor:
         check_dtype(tensor)
@@ -263,7 +279,7 @@ class _FallbackTimingMode(TorchDispatchMode):
         name = func.name()
         if not (falls_back(name) and _is_on_mps((args, kwargs))):
             return func(*args, **(kwargs or {}))
-        # Wait for earlier work, so that the time does not include it.
+        # Wait for queued work first, so that the measured time does not include it.
         self._sync()
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))

@@ -25,7 +25,7 @@ UNAVAILABLE_REASONS = {"cuda": cuda_unavailable_reason, "mps": mps_unavailable_r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectedDevice:
-    """An opened device, and whether it replaces the requested one."""
+    """An opened device, and the reason if it replaces the requested one."""
 
     device: AbstractDevice
     fallback_reason: str | None = None
@@ -79,11 +79,11 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
     return {"mps": MpsDevice, "cpu": CpuDevice, "fake": FakeDevice}[kind]()
 
 
-# --- this machine ----------------------------------------------------------------------------------------------------
+# --- facts about this machine ----------------------------------------------------------------------------------------
 
 
 def current_machine() -> tuple[Machine, SystemState]:
-    """Return the machine and its current state, as `whet probe` reports them.
+    """Return the facts about this machine and its current state, which `whet probe` also reports.
 
     This takes milliseconds, because torch is already loaded. If a virtual Mac is installed, it returns the simulated
     machine, and the state of this computer with the simulated readings.

@@ -64,7 +64,7 @@ class OperatorEntry:
 
 @dataclass(frozen=True, slots=True)
 class OperatorStatus:
-    """The implementation of an operator on a backend."""
+    """How a backend runs an operator, if at all."""
 
     kind: StatusKind
     """One of five cases.

@@ -26,7 +26,10 @@ class RandomStreams:
     """The generator states of both streams: steps, and the code between them."""
 
     def __init__(self, device: AbstractDevice, *, between_seed: int) -> None:
-        """Start the stream of steps with the current states. `between_seed` seeds the other stream."""
+        """Start the stream of steps with the current generator states.
+
+        `between_seed` seeds the stream of the code between steps.
+        """
         self._device = device
         self._between_seed = between_seed
         self._generators: dict[str, _AbstractGenerator] = {
@@ -46,7 +49,7 @@ class RandomStreams:
         self._note_states()
 
     def enter_step(self) -> None:
-        """Switch to the stream of steps."""
+        """Switch the global generators to the stream of steps."""
         self._is_in_step = True
         for name, generator in self._generators.items():
             has_drawn = generator.fingerprint() != self._marks[name]
@@ -58,7 +61,7 @@ class RandomStreams:
                 generator.set(self._steps[name][1])
 
     def leave_step(self) -> None:
-        """Save the states of the stream of steps, and switch to the other stream."""
+        """Save the states of the stream of steps, and switch to the stream of the code between steps."""
         self._is_in_step = False
         for name, generator in self._generators.items():
             mark = generator.fingerprint()
@@ -72,7 +75,7 @@ class RandomStreams:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the states of both streams as tensors and plain JSON, without switching."""
+        """Return the states of both streams as tensors and plain JSON. The active stream does not change."""
         live = {name: generator.get() for name, generator in self._generators.items()}
         if self._is_in_step:
             steps, between, has_between = live, {**live, **self._between}, bool(self._between)
@@ -167,11 +170,11 @@ class _AbstractGenerator(ABC):
 
     @abstractmethod
     def get(self) -> Any:
-        """Return the state."""
+        """Return the state of the generator."""
 
     @abstractmethod
     def set(self, state: Any) -> None:
-        """Restore a state."""
+        """Restore a state that `get` returned."""
 
     @abstractmethod
     def seeded(self, seed: int) -> Any:
@@ -242,7 +245,7 @@ class _NumpyGenerator(_AbstractGenerator):
             words = (ctypes.c_uint32 * 625).from_address(address)
             if not state["has_gauss"] and [*words] == [*state["state"]["key"].tolist(), state["state"]["pos"]]:
                 part = ctypes.c_char * _PART_BYTES
-                # The position is the last word.
+                # The last word is the position in the state.
                 self._parts = part.from_address(address), part.from_address(address + 4 * 625 - _PART_BYTES)
                 self._unused = self._read()
 

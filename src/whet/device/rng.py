@@ -31,7 +31,7 @@ def preserve_rng(device: AbstractDevice) -> Iterator[None]:
         set_host_rng(host_states)
 
 
-# --- in memory -------------------------------------------------------------------------------------------------------
+# --- saving and restoring in memory ----------------------------------------------------------------------------------
 # Restoring these states allocates no memory, so it works after an out-of-memory error.
 
 
@@ -41,7 +41,7 @@ def get_torch_rng(device: AbstractDevice) -> tuple[Tensor, Tensor | None]:
 
 
 def set_torch_rng(states: tuple[Tensor, Tensor | None], device: AbstractDevice) -> None:
-    """Restore the states from `get_torch_rng`."""
+    """Restore the generator states that `get_torch_rng` returned."""
     torch.set_rng_state(states[0])
     if states[1] is not None and device.generator is not None:
         device.generator.set_state(states[1])
@@ -53,7 +53,7 @@ def get_host_rng() -> tuple[Any, Any]:
 
 
 def set_host_rng(states: tuple[Any, Any]) -> None:
-    """Restore the states from `get_host_rng`."""
+    """Restore the generator states that `get_host_rng` returned."""
     random.setstate(states[0])
     np.random.set_state(states[1])
 

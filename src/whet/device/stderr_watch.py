@@ -124,7 +124,9 @@ def _flush() -> None:
 
 
 def relay(texts: list[bytes]) -> None:
-    """Copy until every writer has closed the pipe. Report the index of each text found, and PASSED for each MARK.
+    """Copy stdin to stderr until every writer has closed the pipe.
+
+    Report each text found by its index, and each MARK as PASSED.
 
     Marks are not copied.
     """
@@ -141,14 +143,14 @@ def relay(texts: list[bytes]) -> None:
         for number, text in enumerate(texts):
             if text in window:
                 _answer(b"%d" % number)
-        # Keep the end of the window, because it may be the start of a text.
+        # Keep the end of the window, because a text to detect may begin there and continue in the next chunk.
         window = window[len(window) - longest + 1 :] if len(window) >= longest else window
         _answer(PASSED * num_marks)
     _write_through(held)
 
 
 def _partial_mark(data: bytes) -> bytes:
-    """Return the longest end of `data` that may be the start of a MARK, or b"" if there is none."""
+    """Return the longest suffix of `data` that is a prefix of MARK, or b"" if there is none."""
     return next((MARK[:size] for size in range(len(MARK) - 1, 0, -1) if data.endswith(MARK[:size])), b"")
 
 

@@ -19,7 +19,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 @contextlib.contextmanager
 def trace_as(kind: str) -> Iterator[None]:
-    """Make CPU tensors take the code paths of another kind of device in this context.
+    """Make CPU tensors take the code paths of another kind of device inside the `with` block.
 
     MPS computes attention with gradients with the math backend (attention.cpp of torch 2.13), and only the CPU uses
     oneDNN.

@@ -60,16 +60,18 @@ class RankGroup:
         """Choose the backend for device tensors: NCCL if each rank has its own GPU, otherwise gloo."""
         if self.is_single_process or self.backend != "none":
             return
-        if device.kind == "mps":
+        if device.rank_backend is None:
             raise UsageError(
-                "several processes cannot train together on MPS", got="device mps", try_="one process, or --device cpu"
+                f"several processes cannot train together on {device.kind.upper()}",
+                got=f"device {device.kind}",
+                try_="one process, or --device cpu",
             )
         index = device.torch_device.index if device.torch_device.index is not None else -1
         # NCCL does not support two ranks on the same GPU.
         places = self.all_gather(f"{platform.node()}:{index}")
-        self.backend = "nccl" if device.kind == "cuda" and len({*places}) == self.ranks.size else "gloo"
-        if self.backend == "nccl":
-            self.tensor_group = dist.new_group(backend="nccl", timeout=dt.timedelta(seconds=TIMEOUT_SECONDS))
+        self.backend = device.rank_backend if len({*places}) == self.ranks.size else "gloo"
+        if self.backend != "gloo":
+            self.tensor_group = dist.new_group(backend=self.backend, timeout=dt.timedelta(seconds=TIMEOUT_SECONDS))
 
     # --- collectives -------------------------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Convert communication errors in this context to LostRankError."""
+        """Convert communication errors inside the `with` block to LostRankError."""
         try:
             yield
         except (RuntimeError, dist.DistBackendError) as error:
@@ -124,7 +126,7 @@ class RankGroup:
             raise LostRankError(
                 "another rank exited or does not respond",
                 got=f"rank {self.ranks.rank} of {self.ranks.size}: {first_line(error)}",
-                try_="see what the rank that failed first printed; the same command resumes from the last checkpoint",
+                try_="check the output of the rank that failed first; run the same command again to resume",
             ) from error
 
     def _all_gather_json(self, value: Any) -> list[Any]:

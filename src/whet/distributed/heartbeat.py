@@ -59,7 +59,7 @@ Batch = TypeVar("Batch")
 
 
 class StallDetector:
-    """Tracks what the main thread of this rank does, and since when. Other threads may read the status.
+    """Tracks the activity of the main thread of this rank, and when it began. Other threads may read the status.
 
     A rank must make progress inside a step and while it reads the next batch of an epoch. Every micro-batch counts as
     progress. The time limit is based on earlier times. Setup, evaluation, saving and user code between steps have no
@@ -89,7 +89,7 @@ class StallDetector:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark this rank as waiting for other ranks in this context."""
+        """Mark this rank as waiting for other ranks inside the `with` block."""
         self.progress()
         activity, what, _ = self._activity
         self._activity = "waits", what, self._clock()
@@ -108,7 +108,9 @@ class StallDetector:
         self._activity = activity, what, self._clock()
 
     def status(self) -> str:
-        """Return the status for other ranks: "free" (no limit is exceeded), "waits" (in a collective), or "late".
+        """Return the status that is sent to other ranks.
+
+        It is "free" (no limit is exceeded), "waits" (in a collective), or "late".
 
         "late" is followed by "inside" if the main thread seems to wait in a collective, otherwise by "alone", and then
         by the activity and the source line.
@@ -230,7 +232,7 @@ class Heartbeat:
             raise LostRankError(
                 "another rank does not respond",
                 got=self.lost,
-                try_="the same command, which resumes from the last checkpoint",
+                try_="run the same command again to resume from the last checkpoint",
             )
 
     def _communicate(self) -> None:

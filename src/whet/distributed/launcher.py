@@ -20,7 +20,7 @@ _SHUTDOWN_SECONDS = 120
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchResult:
-    """The outcome of a launch."""
+    """The outcome of a launch: the exit code, and the rank that failed first."""
 
     code: int
     """The exit code of the rank that failed first (negative signal number if killed), or 0 if all ranks succeeded.

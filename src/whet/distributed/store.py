@@ -62,7 +62,7 @@ class RankStore:
             return self._store.get(name).decode() if self._store.check([name]) else None
 
     def find_all(self, names: list[str]) -> list[str]:
-        """Return several messages with one request. All of them must exist."""
+        """Return several messages with one request to the store. All of them must exist."""
         with self._lock:
             return [text.decode() for text in self._store.multi_get(names)]
 
@@ -78,7 +78,7 @@ class RankStore:
                 raise LostRankError(
                     "another rank does not respond",
                     got=f"rank {self.rank} of {self.size} has waited {self._timeout:.0f} s for {name}",
-                    try_="the same command, which resumes from the last checkpoint",
+                    try_="run the same command again to resume from the last checkpoint",
                 )
             time.sleep(pause)
             pause = min(2 * pause, _MAX_POLL_SECONDS)
@@ -113,9 +113,9 @@ def _connect(ranks: RankInfo, *, seconds: float) -> Any:
             what, hint = "the rendezvous port is taken", "another port: torchrun --master-port, or MASTER_PORT"
             raise UsageError(what, got=address, try_=hint) from error
         raise WhetError(
-            "the ranks of this training cannot reach each other",
+            "the ranks cannot reach each other",
             got=f"rank {ranks.rank} of {ranks.size} at {address}: {first_line(error)}",
-            try_="the same command again; on several machines, check that each can reach the first",
+            try_="run the same command again; on several machines, check that each can reach the first",
         ) from error
 
 
@@ -150,8 +150,8 @@ def _assign_prefixes(shared: Any, ranks: RankInfo, deadline: float) -> str:
 def _poll(ranks: RankInfo, deadline: float, *, missing: str) -> None:
     if time.monotonic() > deadline:
         raise LostRankError(
-            "not all ranks of this training have started",
+            "not all ranks have started",
             got=f"rank {ranks.rank} of {ranks.size} waits for {missing}",
-            try_="the same command again; on several machines, check that each can reach the first",
+            try_="run the same command again; on several machines, check that each can reach the first",
         )
     time.sleep(_POLL_SECONDS)

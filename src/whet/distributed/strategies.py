@@ -34,7 +34,7 @@ class RetryStepError(Exception):
 
 
 class ParallelStrategy:
-    """The way in which ranks compute a step together. The base class is for a single process."""
+    """The interface of parallel strategies, and the strategy for a single process."""
 
     is_single_process = True
     has_full_model = True
@@ -179,7 +179,7 @@ class ReplicatedStrategy(ParallelStrategy):
         return sums[0], sums[1] if weight is not None else None
 
     def _find_unused(self) -> None:
-        """Make DDP search for unused parameters from now on."""
+        """Replace the DDP wrapper by one that searches for unused parameters."""
         self._finds_unused, self._wrapped, self._has_unused = True, None, False
         # The hooks of the old wrapper are removed from the parameters when it is garbage-collected.
         gc.collect()

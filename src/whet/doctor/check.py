@@ -21,7 +21,7 @@ CHECK_SECONDS = 30.0
 
 
 class CheckFinding(FrozenModel):
-    """The outcome of a check: a verdict, a sentence, and the numbers behind it."""
+    """The outcome of a check: a verdict, a sentence, and the figures that support it."""
 
     verdict: Verdict
     what: str
@@ -39,7 +39,7 @@ class CheckResult(CheckFinding):
 
     @property
     def is_problem(self) -> bool:
-        """Whether the result needs attention."""
+        """Whether the result must be reported as a problem."""
         return self.verdict in ("differs", "failed")
 
 
@@ -57,7 +57,7 @@ class DeviceUnderTest:
         return self.device.torch_device
 
     def put(self, tensor: Any) -> Any:
-        """Return the tensor on the device."""
+        """Return the tensor, copied to the device."""
         return tensor.to(self.torch_device)
 
 
@@ -85,27 +85,27 @@ class CheckGroup:
 
 
 def good(what: str, **figures: Figure) -> CheckFinding:
-    """Return a finding for a correct result."""
+    """Return the finding of a check whose result is correct."""
     return CheckFinding(verdict="good", what=what, figures=_json_figures(figures))
 
 
 def differs(what: str, **figures: Figure) -> CheckFinding:
-    """Return a finding for a check that ran and gave a wrong result."""
+    """Return the finding of a check whose result is wrong."""
     return CheckFinding(verdict="differs", what=what, figures=_json_figures(figures))
 
 
 def failed(what: str, **figures: Figure) -> CheckFinding:
-    """Return a finding for a check that could not run."""
+    """Return the finding of a check that could not run."""
     return CheckFinding(verdict="failed", what=what, figures=_json_figures(figures))
 
 
 def not_applicable(what: str, **figures: Figure) -> CheckFinding:
-    """Return a finding for a check that does not apply to this device."""
+    """Return the finding of a check that does not apply to this device."""
     return CheckFinding(verdict="not applicable", what=what, figures=_json_figures(figures))
 
 
 def skipped(what: str, **figures: Figure) -> CheckFinding:
-    """Return a finding for a check that was not run, or not completed."""
+    """Return the finding of a check that was not run, or was not completed."""
     return CheckFinding(verdict="skipped", what=what, figures=_json_figures(figures))
 
 

@@ -69,7 +69,7 @@ class DoctorReport(FrozenModel):
 
     @property
     def problems(self) -> tuple[CheckResult, ...]:
-        """The results that need attention."""
+        """The results of checks that found a problem."""
         return tuple(result for result in self.checks if result.is_problem)
 
 
@@ -141,7 +141,7 @@ def choose_device(name: str, machine: Machine) -> str:
     if kind != "cpu" and int(index or 0) >= count:
         absent = next((absent for absent in machine.absent if absent.device == kind), None)
         why = absent.reason if absent else f"{count} of that kind, counted from 0"
-        raise UsageError(f"there is no {name} to examine", got=why, try_=absent.fix if absent else "--device auto")
+        raise UsageError(f"there is no {name} device to test", got=why, try_=absent.fix if absent else "--device auto")
     return name
 
 

@@ -28,7 +28,7 @@ START_SECONDS = 90.0
 
 
 class CheckListing(FrozenModel):
-    """A check, as listed by the child process."""
+    """The name and properties of a check, as sent by the child process."""
 
     name: str
     limit_seconds: float
@@ -54,7 +54,7 @@ class CheckRunner:
     """The temporary folder of the child processes. The parent removes it, because a killed child cannot."""
 
     def run(self, group: CheckGroup) -> Iterator[CheckResult]:
-        """Yield the results of one group as they arrive."""
+        """Run the checks of one group, and yield each result as it arrives."""
         done = 0
         # Until the child lists its checks, use the placeholder.
         checks: tuple[CheckListing, ...] = (_ALL,)
@@ -69,7 +69,7 @@ class CheckRunner:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
+        """Whether the deadline for all checks has passed."""
         return self.ends_at <= time.monotonic()
 
     @property
@@ -176,7 +176,7 @@ def _result(group: CheckGroup, check: CheckListing, finding: CheckFinding, *, se
     )
 
 
-# --- In the child ----------------------------------------------------------------------------------------------------
+# --- in the child process --------------------------------------------------------------------------------------------
 
 
 def run_checks(channel: WorkerChannel, arguments: dict[str, Any]) -> int:

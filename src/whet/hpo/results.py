@@ -88,7 +88,7 @@ def values_by_seed(trials: "Sequence[FrozenTrial]", number: int) -> dict[str, fl
     return {str(seed): values[seed] for seed in sorted(values)}
 
 
-# --- The record ------------------------------------------------------------------------------------------------------
+# --- the result ------------------------------------------------------------------------------------------------------
 
 
 def collect_results(

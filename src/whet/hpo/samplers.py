@@ -119,7 +119,7 @@ def _create(kind: Any, options: Mapping[str, Any], spec: str) -> Any:
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return kind(**options)
     except (TypeError, ValueError, ImportError) as error:
-        raise UsageError(f"Optuna rejects {spec}", got=str(error)[:300], try_="its documentation") from None
+        raise UsageError(f"Optuna rejects {spec}", got=str(error)[:300], try_="see Optuna's documentation") from None
 
 
 def _grid(space: SearchSpace) -> dict[str, Any]:

@@ -132,9 +132,9 @@ def _database(url: str) -> "BaseStorage":
 
 def _open_error(url: str, error: Exception) -> WhetError:
     return WhetError(
-        "the database cannot be opened",
+        "cannot connect to the database",
         got=f"{without_password(url)}: {first_line(error)}"[:300],
-        try_="check that it runs",
+        try_="check that the database server is running",
     )
 
 

@@ -76,7 +76,7 @@ def this_process() -> TrialOwner:
     return TrialOwner(host=platform.node(), pid=os.getpid(), started=_start_time(os.getpid()))
 
 
-class SilenceDetector:
+class DeadOwnerDetector:
     """Detects running trials whose owner has died.
 
     An owner on this machine is looked up in the process table. An owner on another machine is considered dead if its
@@ -87,7 +87,7 @@ class SilenceDetector:
         self._last_seen: dict[int, tuple[Any, float]] = {}
 
     def is_dead(self, number: int, attributes: dict[str, Any]) -> bool:
-        """Return whether the owner of a running trial has died."""
+        """Return whether the process that owns a running trial has died."""
         try:
             # Treat an owner that cannot be parsed as missing.
             owner = None if OWNER not in attributes else TrialOwner.from_json(attributes[OWNER], where="the trial")
@@ -156,7 +156,7 @@ class SearchStudy:
         self._distributions = dict(distributions)
         self._sampler = sampler
         self._pruner = pruner
-        self._silence = SilenceDetector()
+        self._dead_owners = DeadOwnerDetector()
         direction: Literal["maximize", "minimize"] = "maximize" if is_higher_better else "minimize"
         self.study = optuna.create_study(
             storage=storage,
@@ -173,7 +173,7 @@ class SearchStudy:
         return sorted(self._storage.get_all_trials(self._id, deepcopy=True), key=lambda trial: trial.number)
 
     def claim(self, *, max_trials: int) -> ClaimedTrial | None:
-        """Claim a waiting trial, or create one if fewer than `max_trials` count. Return None if there is none to do."""
+        """Claim a waiting trial, or create one if fewer than `max_trials` count. Return None if no trial is left."""
         from optuna.trial import TrialState, create_trial
 
         self.recover()
@@ -190,7 +190,7 @@ class SearchStudy:
         created = self._storage.create_new_trial(self._id, template_trial=template)
         number = self._storage.get_trial_number_from_id(created)
         if sum(counts(trial) for trial in self.trials() if trial.number < number) >= max_trials:
-            # Other workers created the last trials at the same time.
+            # Other workers have created the last trials in the meantime, so this one does not count.
             self._drop(number, "there are enough already")
             return None
         return self._claimed(number, run=None)
@@ -208,7 +208,7 @@ class SearchStudy:
 
         num_recovered = 0
         for trial in self.trials():
-            is_dead = trial.state == TrialState.RUNNING and self._silence.is_dead(trial.number, trial.user_attrs)
+            is_dead = trial.state == TrialState.RUNNING and self._dead_owners.is_dead(trial.number, trial.user_attrs)
             if is_dead and self.give_up(trial.number, OWNER_DIED):
                 num_recovered += 1
         trials = self.trials()

@@ -80,7 +80,7 @@ def run_trial_process(
     return TrialExit(code=code, failure=failure, was_pruned=was_pruned, was_stopped=stopped_at is not None)
 
 
-# --- In the child ----------------------------------------------------------------------------------------------------
+# --- in the child process --------------------------------------------------------------------------------------------
 
 
 def train(channel: WorkerChannel, arguments: dict[str, Any]) -> int:

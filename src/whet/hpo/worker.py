@@ -48,7 +48,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialTask:
-    """What a trial process has to train."""
+    """The arguments for training one trial in its process."""
 
     arguments: dict[str, Any]
     run: Path
@@ -57,7 +57,7 @@ class TrialTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedTrial:
-    """A trial that has ended, for progress messages."""
+    """The result of a trial that has ended, for progress messages."""
 
     number: int
     part: TrialKind
@@ -72,7 +72,7 @@ class FinishedTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
-    """What a worker trains, and its callbacks."""
+    """The training function of a worker, and its callbacks."""
 
     target: str
     """The function that trains a trial, as "module:function"."""
@@ -214,7 +214,7 @@ def _end_state(ended: TrialExit) -> tuple[EndState, str]:
 
 
 def _evaluations(run: Path, *, goal: str) -> Iterator[tuple[int, float]]:
-    """Yield the number and the value of each evaluation of a run."""
+    """Yield the number and the goal metric of each evaluation in the log of a run."""
     if not (run / RUN_FILE).exists():
         return
     every = open_run(run).config.get("eval_every")
@@ -303,7 +303,7 @@ def devices_for(device: str, *, jobs: int, log: Log) -> list[str]:
 
 
 def run_together(functions: list[Callable[[], None]], *, stop: threading.Event) -> None:
-    """Run each function in a thread. If one of them fails, stop the others, which save first."""
+    """Run each function in a thread. If one of them fails, make the others save and stop."""
     with ThreadPoolExecutor(max_workers=len(functions), thread_name_prefix="worker") as pool:
         futures: list[Future[None]] = [pool.submit(function) for function in functions]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)

@@ -25,7 +25,7 @@ from whet.machine.facts import (
 )
 from whet.machine.programs import ProgramRunner, clean_name, complete_lines, positive_number, run_program, whole_number
 
-# xnu, memorystatus_notify.md
+# Names of the levels in xnu's memorystatus_notify.md.
 _PRESSURE_LEVELS: dict[int | None, PressureLevel] = {1: "normal", 2: "warn", 4: "critical"}
 _THERMAL_LEVELS: tuple[ThermalLevel, ...] = ("nominal", "moderate", "heavy", "trapping", "sleeping")
 # macOS does not report fans, so they are derived from the model name.
@@ -67,7 +67,7 @@ def core_clusters(sysctl: dict[str, str]) -> CoreClusters:
 
 
 def parse_flag(sysctl: dict[str, str], name: str) -> bool | None:
-    """Parse a 0/1 value."""
+    """Parse a flag of sysctl: "0" or "1"."""
     return {"0": False, "1": True}.get(sysctl.get(name, ""))
 
 
@@ -171,7 +171,7 @@ def is_fanless(*, name: str | None, chip: str | None) -> bool | None:
 
 
 def major_version(version: str | None) -> int | None:
-    """Return the major version: 15 for "15.1"."""
+    """Return the major number of a macOS version: 15 for "15.1"."""
     return whole_number((version or "").split(".")[0])
 
 
@@ -243,7 +243,7 @@ class MacReadings(NamedTuple):
 
 
 def read_mac(*, run: ProgramRunner = run_program) -> MacReadings:
-    """Run each program once and parse its output."""
+    """Run each program that describes a Mac once, and parse its output."""
     return MacReadings(
         sysctl=parse_sysctl(run(SYSCTL, any_exit=True)),
         gpu=parse_ioreg(run(IOREG)),
@@ -339,7 +339,7 @@ def mac_machine(answers: MacReadings, *, architecture: str | None) -> Machine:
 def mac_accelerator(
     answers: MacReadings, *, machine: Machine, recommended_bytes: int | None, num_cores: int | None
 ) -> Accelerator:
-    """Return the GPU that torch can use. Numbers reported by torch take precedence."""
+    """Return the GPU that torch can use. Values reported by torch take precedence."""
     chip = find_chip(machine.chip)
     return Accelerator(
         kind="mps",

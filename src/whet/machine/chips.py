@@ -1,4 +1,4 @@
-"""The table of Apple chips, with the sources of its numbers."""
+"""The table of Apple chips, with the sources of its figures."""
 
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ CHIPS: tuple[Chip, ...] = (
     Chip("Apple M5", M5, ((4, 6),), (8, 10), (153,), 32, (4.2, 5.0)),
     # Fast cores are "super", slow ones "performance" (pytorch/cpuinfo#424); there are no efficiency cores.
     Chip("Apple M5 Pro", M5, ((5, 10), (6, 12)), (16, 20), (307,), 64, (8.0, 9.0)),
-    # The bandwidth with the 32-core GPU, 460 GB/s, is less certain than the other numbers.
+    # The bandwidth with the 32-core GPU, 460 GB/s, is less certain than the other figures.
     Chip("Apple M5 Max", M5, ((6, 12),), (32, 40), (460, 614), 128, (17.0, 18.0)),
     # The chip of the MacBook Neo.
     Chip("Apple A18 Pro", A18, ((2, 4),), (5,), (60,), 8, (1.9, 1.9)),

@@ -13,11 +13,14 @@ _COMPILE_DISABLED = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", DISABLE_COM
 
 
 def read_environment(*, is_deterministic: bool | None = None) -> EnvironmentFacts:
-    """Return what the environment fixes. `is_deterministic` is torch's flag, or None if torch is not loaded."""
+    """Return the settings that environment variables fix.
+
+    `is_deterministic` is torch's flag, or None if torch is not loaded.
+    """
     threads = next(((name, number) for name in _THREADS if (number := _count(env.read(name)))), (None, None))
     fallback = env.read(MPS_FALLBACK)
     return EnvironmentFacts(
-        # torch treats any value except 0 as on.
+        # torch treats every value except 0 as enabled.
         mps_fallback=None if fallback is None else fallback != "0",
         mps_high_watermark=_ratio(env.read(MPS_HIGH_WATERMARK)),
         mps_low_watermark=_ratio(env.read(MPS_LOW_WATERMARK)),

@@ -96,7 +96,7 @@ class Machine(FrozenModel):
     name: str
     origin: Origin = "probed"
     sources: tuple[str, ...] = ()
-    """Sources of the numbers, for a machine that was not probed."""
+    """Sources of the figures, for a machine that was not probed."""
     model: str | None = None
     """Model of a Mac, such as "MacBook Air (Mac14,2)", or None on other machines."""
     chip: str | None = None
@@ -143,7 +143,7 @@ class EnvironmentFacts(FrozenModel):
 
 
 class SystemState(FrozenModel):
-    """The current state of the machine and of this process, limited to what a plan depends on."""
+    """The current state of the machine and of this process, limited to values that affect a plan."""
 
     memory_available_bytes: int | None = None
     swap_used_bytes: int | None = None

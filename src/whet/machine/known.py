@@ -13,7 +13,7 @@ _MAX_FILE_BYTES = 1_000_000
 
 
 def example_machine_names() -> tuple[str, ...]:
-    """Return the sorted names of the machines with a file. There are one or two for each kind of machine."""
+    """Return the sorted names of the machines with a file. Each kind of machine has one or two."""
     files = resources.files("whet.machine").joinpath("known").iterdir()
     return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 

@@ -12,7 +12,7 @@ import psutil
 from whet.machine.facts import CpuFacts, Machine, OperatingSystem, SystemState
 from whet.machine.programs import clean_name, complete_lines, positive_number, whole_number
 
-# Tests pass another root.
+# The root of /proc and /sys. Tests pass a different one.
 ROOT = Path("/")
 NVIDIA_VENDOR = "0x10de"
 # Flags in /proc/cpuinfo for native bf16: two on x86, two on Arm.
@@ -88,7 +88,7 @@ class CpuInfo(NamedTuple):
 
 
 def parse_cpuinfo(text: str | None) -> CpuInfo:
-    """Parse /proc/cpuinfo: the first name, the flags that all processors share, and the core of each processor."""
+    """Parse /proc/cpuinfo: the first processor's name, the flags that all processors share, and the core of each."""
     blocks = _cpu_blocks(text)
     names = [block["model name"] for block in blocks if "model name" in block]
     flags = [set(block.get("flags", block.get("Features", "")).split()) for block in blocks]
@@ -256,7 +256,7 @@ def parse_memory_limit(text: str | None) -> int | None:
 
 
 def parse_memory_stat(text: str | None, key: str) -> int | None:
-    """Parse one value of memory.stat."""
+    """Parse the value of one key in memory.stat."""
     for line in complete_lines(text):
         name, _, value = line.partition(" ")
         if name == key:
@@ -273,7 +273,7 @@ def read_cgroup_v2(folder: Path) -> CgroupLimits:
 
 
 def tightest(one: CgroupLimits, other: CgroupLimits) -> CgroupLimits:
-    """Return the lower value of each limit."""
+    """Combine two sets of limits: return the lower value of each limit."""
     return CgroupLimits(
         min_known(one.processors, other.processors),
         min_known(one.memory_bytes, other.memory_bytes),

@@ -19,8 +19,8 @@ from whet.machine.programs import ProgramRunner, complete_lines, run_program, wh
 
 # Percentage of the last ten seconds that processes waited for memory, above which users notice the stalls.
 STALLED_PERCENT = 10.0
-# Available memory as a share of all memory. Checked too, because without swap the kernel kills processes before they
-# stall.
+# Available memory as a share of all memory, below which the pressure is "warn" or "critical". Without swap, the kernel
+# kills processes before they stall, so stalls alone are not enough.
 LOW_MEMORY_SHARE, CRITICAL_MEMORY_SHARE = 0.08, 0.03
 # Throttling for at least this share of the time between two readings counts as heavy.
 HEAVY_SHARE = 0.1

@@ -40,7 +40,7 @@ class SystemReadings(NamedTuple):
 
 
 def probe() -> ProbeResult:
-    """Return the facts about this machine and its current state. It takes a few seconds.
+    """Return the facts about this machine and its current state. This takes a few seconds.
 
     >>> whet.probe().machine.cpu.logical_cores  # doctest: +SKIP
     8
@@ -74,7 +74,7 @@ def read_system(
 
 
 def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:
-    """Add the accelerators that torch can use to the machine, and each missing device with the reason."""
+    """Return the machine with the accelerators that torch can use, and a reason for each missing device."""
     accelerators = (*_mps_accelerators(system, torch), *_cuda_accelerators(system, torch))
     facts = DeviceFacts(
         os=system.machine.os,

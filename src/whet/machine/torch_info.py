@@ -35,7 +35,7 @@ class CudaInfo(FrozenModel):
 
 
 class TorchInfo(FrozenModel):
-    """The message of the child. Only `error` is set if torch could not be queried."""
+    """What the child process reports about torch. Only `error` is set if torch could not be queried."""
 
     version: str | None = None
     num_threads: int | None = None
@@ -51,7 +51,7 @@ class TorchInfo(FrozenModel):
     error: str | None = None
 
     def facts(self) -> TorchFacts:
-        """Return the facts that are stored with a machine."""
+        """Return the facts about torch that are stored with a machine."""
         if self.error is not None:
             return TorchFacts(error=self.error)
         return TorchFacts(
@@ -68,7 +68,7 @@ def installed_version() -> str | None:
 
 
 def is_installed() -> bool:
-    """Return whether `import torch` would find a module."""
+    """Return whether a module named torch is installed, without importing it."""
     try:
         return installed_version() is not None or importlib.util.find_spec("torch") is not None
     except (ImportError, ValueError):

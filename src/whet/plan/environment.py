@@ -13,8 +13,6 @@ from whet.plan.setting import Scalar
 WHET_WATERMARKS = (1.0, 0.9)
 """The high and low MPS watermarks that whet sets, unless the user has set one of them."""
 TORCH_WATERMARKS = (1.7, 1.4)
-FINAL_SETTINGS = ("mps_fallback", "high_watermark", "low_watermark", "compile", "freed_memory")
-"""Settings whose variables are read before the plan is made, so that an override cannot change them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +23,10 @@ class ForcedValue:
     origin: str
     """The source of the value, such as "OMP_NUM_THREADS=4"."""
     is_final: bool = False
-    """Whether the value can no longer be changed in this process, so that a conflicting override is rejected."""
+    """Whether the value can no longer be changed in this process, so that a conflicting override is rejected.
+
+    Only for settings that are declared so in plan/values.py.
+    """
 
 
 def forced_value(setting: str, context: RuleContext) -> ForcedValue | None:

@@ -12,7 +12,7 @@ ANY_WORKLOAD = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hazard:
-    """One known bug: where it applies, what happens, and what whet does about it."""
+    """One known bug of MPS: the affected versions, its effect, and how whet handles it."""
 
     id: str
     what: str

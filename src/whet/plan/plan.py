@@ -12,7 +12,7 @@ from whet.plan.environment import forced_value, no_effect_reason
 from whet.plan.rule import Rule, RuleContext
 from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar, Setting, TuneTrial
-from whet.plan.values import DECLARED, SETTING_NAMES, SettingValues
+from whet.plan.values import DECLARED, SETTING_NAMES, SettingValues, names_of
 from whet.plan.warnings import known_hazards, plan_warnings
 from whet.plan.workload import AutoBatch, Workload
 
@@ -106,7 +106,7 @@ def make_plan(
 
 
 def override(plan: Plan, overrides: Mapping[str, Scalar]) -> Plan:
-    """Return the plan with more overrides. Settings that depend on them are decided again."""
+    """Return the plan with additional overrides. The rules decide the settings that depend on them again."""
     return make_plan(
         plan.machine,
         plan.workload,
@@ -115,6 +115,47 @@ def override(plan: Plan, overrides: Mapping[str, Scalar]) -> Plan:
         system_state=plan.system_state,
         trials=plan.trials,
     )
+
+
+def with_more_facts(plan: Plan, facts: Mapping[str, Any], *, is_started: bool) -> Plan:
+    """Return the plan with more facts about its workload. Settings that are in force keep their values.
+
+    Before the first step, the settings that depend on the memory of a sample are decided again. Later, only the
+    micro-batch can change, to the whole batch.
+    """
+    workload, measured = plan.workload.model_copy(update=facts), dict(plan.measured)
+    if workload.whole_batch_reason is not None:
+        # It was measured with another loss, or before it was known that the batch must not be split.
+        measured.pop("micro_batch", None)
+    decided = make_plan(
+        plan.machine,
+        workload,
+        overrides=plan.overrides,
+        measured=measured,
+        system_state=plan.system_state,
+        trials=plan.trials,
+    )
+    names = ("micro_batch",) if is_started else names_of(lambda setting: setting.depends_on_samples)
+    settings = {**plan.settings, **{name: decided.settings[name] for name in names}}
+    return keep_runtime_changes(decided.model_copy(update={"settings": settings}), earlier=plan)
+
+
+def keep_runtime_changes(plan: Plan, *, earlier: Plan) -> Plan:
+    """Return a plan that replaces `earlier` during a run, with the changes that were forced at run time.
+
+    A reduced batch stays reduced, unless the batch must not be split any more.
+    """
+    changes: dict[str, MeasuredSetting] = {}
+    for name, setting in earlier.settings.items():
+        measured = earlier.measured.get(name)
+        if setting.source != "measured" or (measured is not None and measured.value == setting.value):
+            continue
+        if name == "micro_batch" and plan.workload.whole_batch_reason is not None:
+            continue
+        if name in ("micro_batch", "eval_batch") and plan.settings[name].value <= setting.value:  # type: ignore[operator]
+            continue
+        changes[name] = MeasuredSetting(value=setting.value, reason=setting.reason, evidence=setting.evidence)
+    return with_runtime_changes(plan, changes)
 
 
 def with_auto_batch(plan: Plan, chosen: AutoBatch | None) -> Plan:
@@ -156,7 +197,7 @@ def with_smaller_micro_batch(plan: Plan, at_most: int, *, reason: str, problem: 
             "micro_batch": MeasuredSetting(value=micro, reason=reason, evidence=evidence),
             "eval_batch": MeasuredSetting(
                 value=min(plan.eval_batch, 2 * micro),
-                reason="no backward pass, so twice the micro-batch",
+                reason="at most twice the micro-batch, which ran out of memory",
                 evidence=evidence,
             ),
         },
@@ -183,7 +224,7 @@ def read_plan(data: object, *, where: str) -> Plan:
         raise WhetError(
             f"{where} was written by a newer whet",
             got=f"plan format {version}; this whet reads up to {FORMAT_VERSION}",
-            try_="update whet",
+            try_="pip install --upgrade whet",
         )
     plan = Plan.from_json(data, where=where)
     for name, declared in DECLARED.items():

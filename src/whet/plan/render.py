@@ -10,6 +10,7 @@ from whet.plan.memory import predict_memory_parts
 from whet.plan.plan import Plan
 from whet.plan.rules import ALL_RULES
 from whet.plan.setting import Setting
+from whet.plan.values import DECLARED
 from whet.plan.workload import Workload
 
 SettingRow = tuple[str, str, str, str]
@@ -18,7 +19,6 @@ SettingRow = tuple[str, str, str, str]
 _MIN_REASON_WIDTH = 24
 # Wrapping a reason of several megabytes, as a corrupt plan may contain, would take a minute.
 _MAX_REASON = 4_100
-_MEMORY_SETTINGS = ("memory_gb", "micro_batch", "activation_checkpointing")
 
 
 def plan_lines(plan: Plan, *, width: int) -> Iterator[str]:
@@ -116,7 +116,7 @@ def explain_setting(plan: Plan, name: str, *, width: int = 120) -> str:
             "evidence",
             *(evidence or ["  none"]),
             "",
-            *(_memory_lines(plan) if name in _MEMORY_SETTINGS else ()),
+            *(_memory_lines(plan) if DECLARED[name].is_memory else ()),
             *_wrapped(f"rule {rule.id}: {rule.what}", width),
             *(line for section, text in rule.sections.items() for line in _wrapped(f"{section}: {text}", width)),
         ]

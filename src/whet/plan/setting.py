@@ -33,19 +33,21 @@ class MeasuredSetting(FrozenModel):
 
 
 Verdict = Literal[
-    "faster", "likely", "no gain", "not worth it", "unclear", "cut off", "disagrees", "failed", "not tried"
-]
+    "faster", "likely", "no gain", "not worth it", "not checked", "unclear", "cut off", "disagrees", "failed",
+    "not tried",
+]  # fmt: skip
 """The verdict on a candidate.
 
 faster: the gain is significant and large enough to matter. likely: there seems to be a gain, but it is not significant
 yet, and the final plan is compared as a whole. no gain: slower, or the gain is too small. not worth it: the run is too
-short to repay the cost. unclear: the time budget ran out. cut off: the candidate was stopped, because it was very slow.
+short to repay the cost. not checked: it was faster, but there was no time to compare compiled code with the model's own
+code. unclear: the time budget ran out. cut off: the candidate was stopped, because it was very slow.
 disagrees: the candidate computes different results. failed: it raised an error. not tried: it was not measured.
 """
 
 
 class TuneTrial(FrozenModel):
-    """One candidate of a measurement, and its result."""
+    """One candidate of a measurement, with its timing and verdict."""
 
     setting: str
     """The varied setting, or "plan" for a comparison of whole plans."""

@@ -9,43 +9,11 @@ from whet.plan.estimate import estimate_speed, measured_step_seconds
 from whet.plan.plan import Plan
 from whet.plan.render import format_value, settings_rows, workload_line
 from whet.plan.setting import Setting
+from whet.plan.values import ANY_TEXT, DECLARED
 
 _LABEL_WIDTH = 10
 # Show at most this many warnings. `whet plan RUN` prints all of them.
 _MAX_NOTES = 2
-
-# Values that equal those of a plain PyTorch loop, which are not shown. Settings that are not listed are shown only if
-# the user or the environment has set them.
-_TORCH_DEFAULTS = {
-    "micro_batch": None,
-    "lengths": "fixed",
-    "optimizer_kernels": "loop",
-    "compile": "off",
-    "graph": "off",
-    "layout": "contiguous",
-    "activation_checkpointing": "off",
-    "attention": "torch",
-    "norms": "torch",
-    "sharding": "off",
-    "loss_scaling": "off",
-    "deterministic": "off",
-    "mps_fallback": "off",
-    "workers": 0,
-    "on_heat": "warn",
-}
-_TEXTS = {
-    ("optimizer_kernels", "fused"): "fused optimizer",
-    ("optimizer_kernels", "foreach"): "foreach optimizer",
-    ("compile", "on"): "compiled",
-    ("compile", "blocks"): "compiled blocks",
-    ("graph", "on"): "captured steps",
-    ("layout", "channels_last"): "channels_last",
-    ("activation_checkpointing", "on"): "activation checkpointing",
-    ("sharding", "full"): "sharded",
-    ("loss_scaling", "dynamic"): "loss scaling",
-    ("deterministic", "on"): "deterministic",
-    ("mps_fallback", "on"): "missing operators on the CPU",
-}
 
 
 def summary_lines(
@@ -106,21 +74,23 @@ def notable_settings(plan: Plan) -> Iterator[str]:
     num_threads = plan.machine.torch.num_threads
     if plan.threads is not None and plan.threads != num_threads:
         yield f"{plan.threads} thread{'s' if plan.threads > 1 else ''}"
-    for name, setting in plan.settings.items():
-        if name in ("device", "precision", "threads", "micro_batch") or setting.value in (None, "unused", "yours"):
+    for name, declared in DECLARED.items():
+        setting = plan.settings.get(name)
+        is_shown_above = name in ("device", "precision", "threads", "micro_batch")
+        if setting is None or is_shown_above or setting.value in (None, "unused", "yours"):
             continue
-        if name in _TORCH_DEFAULTS and setting.value != _TORCH_DEFAULTS[name]:
+        if declared.has_plain_value:
+            if setting.value != declared.plain:
+                yield _text(name, setting)
+        elif setting.source in ("you", "environment"):
             yield _text(name, setting)
-        elif setting.source in ("you", "environment") and name not in _TORCH_DEFAULTS:
-            yield f"{name}={format_value(setting.value)}"
 
 
 def _text(name: str, setting: Setting) -> str:
-    if name == "workers":
-        return f"{setting.value} worker{'s' if setting.value != 1 else ''}"
-    if name in ("attention", "norms", "lengths"):
-        return f"{setting.value} {name}"
-    return _TEXTS.get((name, str(setting.value)), f"{name}={format_value(setting.value)}")
+    text, value = DECLARED[name].text, format_value(setting.value)
+    if not isinstance(text, str):
+        text = text.get(str(setting.value), ANY_TEXT)
+    return text.format(name=name, value=value, s="" if setting.value == 1 else "s")
 
 
 def _time(plan: Plan, num_done: int, estimate: str | None) -> str:

@@ -22,7 +22,7 @@ _HUGE_BATCH = 65_536
 
 
 def plan_warnings(context: RuleContext) -> Iterator[str]:
-    """Yield one line for each risk in the settings, whether a rule or the user decided them."""
+    """Yield one warning for each risky setting, no matter whether a rule or the user has decided it."""
     device, workload, micro, limit = context.device_type, context.workload, context.micro_batch, context.memory_gb
     precision = context.precision
     needed = predict_memory(

@@ -6,19 +6,28 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from whet.base.model import FrozenModel
 
-# Weights, gradients and optimizer state stay in float32 at every precision. Adam keeps two numbers per weight.
+# Weights, gradients and optimizer state stay in float32 at every precision. Adam keeps two values per weight.
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
 ADAM_STATE_BYTES = 8
 OPTIMIZER_BYTES = {
     "adamw": ADAM_STATE_BYTES,
     "adam_atan2": ADAM_STATE_BYTES,
-    # The momentum.
+    # The momentum buffer.
     "sgd": 4,
-    # One row and one column per matrix, far less than a byte per parameter, but 4 bytes for convolutions and vectors.
+    # Adafactor keeps one row and one column for each matrix, which is far less than a byte per parameter. Convolutions
+    # and vectors take 4 bytes per parameter.
     "adafactor": 1,
 }
 """Bytes of state per trainable parameter, by the name of the optimizers that whet builds."""
+
+OPTIMIZER_KERNELS = {
+    "adamw": ("fused", "foreach", "loop"),
+    "sgd": ("fused", "foreach", "loop"),
+    "adam_atan2": ("foreach", "loop"),
+    "adafactor": ("foreach", "loop"),
+}
+"""Kernels of the optimizers that whet builds, by name."""
 
 Scaling = Literal["linear", "square root"]
 
@@ -64,12 +73,12 @@ class AutoBatch(FrozenModel):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The choice and its reason as lines for the user."""
+        """Two lines of text: the chosen batch size and the scaled learning rates, with reasons."""
         return f"global batch {self.reason}", self.rate_reason
 
 
 class Workload(FrozenModel):
-    """A model, its data and its batch size, as counts and sizes."""
+    """The sizes of a model, its data and its batches, which a plan depends on."""
 
     recipe: str
     num_parameters: PositiveInt
@@ -99,6 +108,8 @@ class Workload(FrozenModel):
     """Bytes of optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     optimizer: str | None = None
     """Class of the user's optimizer object, or None if whet builds the optimizer."""
+    built_optimizer: str = "adamw"
+    """Name of the optimizer that whet builds, if it does."""
     optimizer_obstacle: str | None = None
     """Reason why the user's optimizer keeps its own kernels, or None if the plan may select them."""
     can_pack: bool = False
@@ -127,6 +138,12 @@ class Workload(FrozenModel):
     def whole_batch_reason(self) -> str | None:
         """Reason why a global batch is not split into micro-batches, or None if it may be split."""
         return "BatchNorm's statistics depend on the whole batch" if self.has_batchnorm else self.split_obstacle
+
+    @property
+    def built_kernels(self) -> tuple[str, ...]:
+        """Kernels of the optimizer that whet builds. Empty for an optimizer object of the user."""
+        # An unknown name is refused when the optimizer is built.
+        return OPTIMIZER_KERNELS.get(self.built_optimizer, ()) if self.optimizer is None else ()
 
     @property
     def samples_per_rank(self) -> int:

@@ -30,7 +30,7 @@ class RunResult:
     """The metrics by step and name."""
 
     def compared(self, *, runs: int, ignored_metrics: Collection[str]) -> ComparedCounts:
-        """Return how many values a comparison with this result covers."""
+        """Return the numbers of tensors, losses and metrics that a comparison with this result covers."""
         return ComparedCounts(
             tensors=len(self.tensors),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()),
@@ -42,7 +42,7 @@ class RunResult:
 
 
 def read_result(run: Path) -> RunResult:
-    """Read the result of a finished run from its folder."""
+    """Read the last checkpoint, the losses and the metrics of a finished run."""
     opened = open_run(run)
     newest = store.load_newest(opened.checkpoints, run_id=opened.header.id)
     assert newest is not None, "a finished run has a checkpoint"

@@ -151,7 +151,7 @@ class ProofRunner:
             try_ = failure["try_"] or "whet train, which fails alike: fix that first"
             raise kind(failure["what"], got=failure["got"], try_=try_)
         how = "it did not end" if code is None else f"exit code {code}: {process.failure()}"
-        raise WhetError("the training fails even without kills", got=how, try_="whet train first")
+        raise WhetError("training fails even without kills", got=how, try_="whet train first")
 
     def finish(self, run: Path, *, kills: str) -> TrainingProcess:
         """Resume a run until it ends. Raise ProofFailure if it does not."""
@@ -200,7 +200,7 @@ class ProofRunner:
 
 
 def _variables(process: TrainingProcess) -> dict[int, dict[str, str]]:
-    """Return the digests of the user's variables, by step and name."""
+    """Return the digests of the user's variables that a process has reported, by step and name."""
     return {message["step"]: message["digests"] for message in process.messages("variables")}
 
 
@@ -225,7 +225,7 @@ def _without_parts(names: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProofPace:
+class ProofDurations:
     """Durations of an uninterrupted run."""
 
     start_seconds: float
@@ -238,7 +238,7 @@ class ProofPace:
     """Seconds from the start of training to the start of each checkpoint, including the checkpoint of step 0."""
 
 
-def measure_pace(process: TrainingProcess) -> ProofPace:
+def measure_durations(process: TrainingProcess) -> ProofDurations:
     """Return the durations of a process that was not killed."""
     ready = process.start_seconds
     # At least 0.05 s, so that there is an interval to draw random times from.
@@ -246,7 +246,7 @@ def measure_pace(process: TrainingProcess) -> ProofPace:
     drafts = tuple(message["time"] - process.started - ready for message in process.messages("draft"))
     # drafts[0] is the checkpoint of step 0, and drafts[1] is the next one.
     save = drafts[1] if len(drafts) > 1 else 0.0
-    return ProofPace(start_seconds=ready, train_seconds=train, save_seconds=save, draft_seconds=drafts)
+    return ProofDurations(start_seconds=ready, train_seconds=train, save_seconds=save, draft_seconds=drafts)
 
 
 class KillCounter:
@@ -278,7 +278,7 @@ class KillCounter:
         return after
 
     def finished(self, process: TrainingProcess) -> None:
-        """Count a process that ended without being killed."""
+        """Count a process that finished the run without being killed."""
         self.add(processes=1, resumed=int(process.resumed_from > 0))
 
 
@@ -286,7 +286,7 @@ class KillCounter:
 
 
 def kill_at_random(
-    runner: ProofRunner, pace: ProofPace, counter: KillCounter, *, kills: int, seed: int, log: Log
+    runner: ProofRunner, durations: ProofDurations, counter: KillCounter, *, kills: int, seed: int, log: Log
 ) -> None:
     """Kill processes at random times, then finish each run and compare it. Raise ProofFailure if one differs."""
     draw = random.Random(seed)
@@ -298,7 +298,7 @@ def kill_at_random(
             if not _needs_more(counter.counts, kills):
                 break
             process = runner.start(run)
-            when = _kill_at_random_time(process, pace, draw, complete=state.complete)
+            when = _kill_at_random_time(process, durations, draw, complete=state.complete)
             code = process.wait(runner.limit_seconds)
             if code != -signal.SIGKILL:
                 misses += 1
@@ -325,32 +325,32 @@ def _needs_more(counts: KillCounts, kills: int) -> bool:
 
 
 def _kill_at_random_time(
-    process: TrainingProcess, pace: ProofPace, draw: random.Random, *, complete: tuple[int, ...]
+    process: TrainingProcess, durations: ProofDurations, draw: random.Random, *, complete: tuple[int, ...]
 ) -> str:
     """Kill the process at a random time, and describe the time. `complete` contains the steps of its checkpoints."""
     is_early, share = draw.random() < EARLY_SHARE, draw.random()
     if is_early:
-        seconds = share * pace.start_seconds
+        seconds = share * durations.start_seconds
         time.sleep(seconds)
         process.kill()
         return f"killed {seconds:.2f} s after its start"
-    # The limit is generous, because the machine may be much busier than when the pace was measured.
-    timeout = max(60.0, 20 * (pace.start_seconds + pace.train_seconds))
+    # The limit is generous, because the machine may be much busier than when the durations were measured.
+    timeout = max(60.0, 20 * (durations.start_seconds + durations.train_seconds))
     process.wait_for("ready", timeout)
     # If there is no checkpoint to resume from, kill only after one has been written. Otherwise every process would
     # start from step 0.
     can_resume = max(complete, default=0) > 0
-    first = 0.0 if can_resume else pace.save_seconds
-    last = pace.save_seconds + REACH * (pace.train_seconds - pace.save_seconds)
+    first = 0.0 if can_resume else durations.save_seconds
+    last = durations.save_seconds + REACH * (durations.train_seconds - durations.save_seconds)
     seconds = first + share * (last - first)
-    drafts = sum(draft <= seconds for draft in pace.draft_seconds)
+    drafts = sum(draft <= seconds for draft in durations.draft_seconds)
     if drafts > 1 and not can_resume:
         # Wait for a number of checkpoints instead of seconds, because the machine may be busier now. If only the
         # checkpoint of step 0 exists, wait until the third checkpoint of the run begins: the second one is complete by
         # then, and the next process resumes from it.
-        drafts = min(max(3, drafts), len(pace.draft_seconds)) if complete else drafts
+        drafts = min(max(3, drafts), len(durations.draft_seconds)) if complete else drafts
         process.wait_for("draft", timeout, count=drafts - (0 in complete))
-        seconds -= pace.draft_seconds[drafts - 1]
+        seconds -= durations.draft_seconds[drafts - 1]
     time.sleep(max(0.0, seconds))
     elapsed = time.monotonic() - process.started - process.start_seconds
     process.kill()

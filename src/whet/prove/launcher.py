@@ -21,7 +21,7 @@ _SLACK_SECONDS = 60.0
 
 
 class TrainingProcess:
-    """One training process, running or ended."""
+    """One training process, which may be running or have ended."""
 
     def __init__(self, pid: int, order: ProcessOrder, wait: Callable[[float], int | None]) -> None:
         self.pid, self.order = pid, order
@@ -47,7 +47,7 @@ class TrainingProcess:
         return code
 
     def messages(self, kind: str) -> list[dict[str, Any]]:
-        """Return the messages of one kind that have arrived so far."""
+        """Return the messages of one kind that the process has written so far."""
         path = self.order.messages
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [message for message in map(json.loads, lines) if message["kind"] == kind]
@@ -83,7 +83,7 @@ class TrainingProcess:
 
 
 class Launcher(Protocol):
-    """Starts training processes."""
+    """The interface for starting training processes."""
 
     def start(self, order: ProcessOrder) -> TrainingProcess: ...
 

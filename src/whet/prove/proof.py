@@ -21,7 +21,7 @@ from whet.prove.kills import (
     ProvableTraining,
     kill_at_disk_calls,
     kill_at_random,
-    measure_pace,
+    measure_durations,
 )
 from whet.prove.launcher import ForkLauncher, Launcher, ProcessLauncher
 from whet.run import durable
@@ -95,7 +95,7 @@ class _ProofRun:
         # Test the comparison itself: if it misses a flipped bit, it proves nothing.
         if not self._comparison_works(runner):
             return self._proof("cannot be proved", "the comparison does not detect a flipped bit"), whole
-        pace = measure_pace(process)
+        durations = measure_durations(process)
         log(f"two uninterrupted runs are equal in every bit; {process.seconds:.1f} s each")
         # The limit is generous, because the machine may be busier later.
         runner.limit_seconds = max(60.0, 20 * process.seconds)
@@ -110,7 +110,7 @@ class _ProofRun:
                     seed=request.seed,
                     log=log,
                 )
-            kill_at_random(runner, pace, self._random, kills=request.kills, seed=request.seed, log=log)
+            kill_at_random(runner, durations, self._random, kills=request.kills, seed=request.seed, log=log)
         except ProofFailure as failure:
             return self._proof("broken", "an interrupted run is not the same", difference=failure.difference), whole
         missing = why_insufficient(
@@ -132,7 +132,7 @@ class _ProofRun:
         step_seconds = (
             (saves[-1] - saves[0]) / TRIAL_STEPS
             if len(saves) > 1
-            else measure_pace(process).train_seconds / TRIAL_STEPS
+            else measure_durations(process).train_seconds / TRIAL_STEPS
         )
         steps = request.steps or min(MAX_STEPS, max(MIN_STEPS, int(TARGET_SECONDS / max(1e-3, step_seconds))))
         return steps, max(1, steps // NUM_CHECKPOINTS)

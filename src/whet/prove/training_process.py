@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.002
 
 
 class ProcessOrder(FrozenModel):
-    """What a training process runs, and when it kills itself."""
+    """The instructions for a training process: what to run, and when to kill itself."""
 
     target: str
     """The training function as "module:function". It is called with the run folder, the arguments and `on_event`."""
@@ -110,7 +110,7 @@ def run_order(_channel: WorkerChannel, order: dict[str, Any]) -> int:
 
 
 def run_training(order: ProcessOrder) -> int:
-    """Train as specified by an order. Return the exit code."""
+    """Train as specified by a ProcessOrder. Return the exit code."""
     output = os.open(order.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     # Redirect the file descriptors instead of sys.stdout, so that output of C libraries is captured too.
@@ -150,7 +150,7 @@ def _describe(error: Exception) -> dict[str, Any]:
     frames = user_frames(error) or frames
     where = f" ({frame_name(frames[-1])})" if frames else ""
     got = f"{type(error).__name__}: {error}{where}"[:500]
-    return {"what": "the training fails even without kills", "got": got, "try_": None, "is_usage": False}
+    return {"what": "training fails even without kills", "got": got, "try_": None, "is_usage": False}
 
 
 # --- Fork server -----------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _is_library(name: str) -> bool:
 
 
 def _fork(channel: WorkerChannel, order: ProcessOrder) -> int:
-    """Fork a process that runs an order. Return its process id."""
+    """Fork a process that runs a ProcessOrder. Return its process id."""
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):

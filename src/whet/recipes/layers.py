@@ -24,7 +24,7 @@ _ROTARY_BASE = 10_000.0
 
 _TRUNCATE_AT = 2.0
 """The bound of the standard normal distribution before rescaling, in standard deviations."""
-# The probability mass within the bounds, and the density at a bound.
+# The probability mass of a standard normal distribution within the bounds, and its density at a bound.
 _INSIDE = math.erf(_TRUNCATE_AT / math.sqrt(2))
 _DENSITY = math.exp(-(_TRUNCATE_AT**2) / 2) / math.sqrt(2 * math.pi)
 _RESCALE = 1 / math.sqrt(1 - 2 * _TRUNCATE_AT * _DENSITY / _INSIDE)
@@ -156,7 +156,8 @@ class SelfAttention(nn.Module):
             return self.out(attended.unflatten(0, x.shape[:2]))
         if args.rotation is not None and self._has_kernel(qkv, args):
             return self.out(rotary_attention(qkv, *args.rotation, self.num_heads))
-        queries, keys, values = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, S, W / H)
+        # Split the heads: (B, H, S, W / H).
+        queries, keys, values = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         if args.rotation is not None:
             queries, keys = apply_rotary(queries, args.rotation), apply_rotary(keys, args.rotation)
         if args.memory is not None:

@@ -79,10 +79,10 @@ class Recipe:
     single_process_reason: str | None = None
     """The reason why this recipe cannot be trained on several processes; None if it can."""
 
-    # Data, model, loss and metrics.
+    # The methods that define training: data, model, loss and metrics.
 
     def data(self, config: Any) -> Splits:
-        """Read the data."""
+        """Read the data and return its splits."""
         raise NotImplementedError
 
     def model(self, config: Any, data: Any) -> Any:
@@ -128,7 +128,7 @@ class Recipe:
         """Return the plain JSON needed to use the model later, such as class names or a vocabulary."""
         return {}
 
-    # Facts for plans and resumed runs.
+    # The methods that provide facts for plans and resumed runs.
 
     def describe(self, config: Any, data: Any = None) -> Workload:
         """Describe the workload for a plan. Without `data`, sizes that depend on the data may be unknown or assumed.
@@ -156,7 +156,7 @@ class Recipe:
         """
         return error
 
-    # Optional commands.
+    # The methods that enable optional commands.
 
     def predict(self, config: Any, metadata: dict[str, Any]) -> tuple[Any, Any]:  # noqa: ARG002
         """Return (model, predict function) for `whet predict`. The caller then loads the weights into the model."""
@@ -179,11 +179,11 @@ class Recipe:
         raise self._unsupported("write_model_files", "export its model")
 
     def play_match(self, one: str, two: str, **options: Any) -> Any:  # noqa: ARG002
-        """Play two players against each other for `whet arena`."""
+        """Play a match between two players for `whet arena`."""
         raise self._unsupported("play_match", "be played")
 
     def train_by_self_play(self, resolved: "ResolvedConfig[Any]", **options: Any) -> int:  # noqa: ARG002
-        """Train by self-play and return the exit code."""
+        """Train by self-play in generations, and return the exit code."""
         raise self._unsupported("train_by_self_play", "train by self-play")
 
     def selected_goal(self, config: Any) -> str | None:
@@ -274,7 +274,7 @@ def _run_folder_error(word: str) -> UsageError:
     if header.script is not None:
         script = short_script(header.script)
         file, _, function = script.partition(":")
-        hint = script if function else f"{file}:main, after the training is in a function: def main(): ..."
+        hint = script if function else f"{file}:main, after moving the training code into a function: def main(): ..."
     else:
         hint = header.recipe if header.command else "the file of its code: FILE.py:main"
     return UsageError("a run folder is not a recipe, and it holds no code", got=word, try_=f"{hint} instead of {word}")

@@ -35,7 +35,7 @@ _VOCABULARY_KEYS = ("tokenizer", "classes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRecipe:
-    """A recipe's data and model, with everything else that training and autotuning need."""
+    """A recipe's data and model, and the options that training and autotuning need."""
 
     data: Splits
     model: Any

@@ -11,7 +11,7 @@ Renderers:
     watch/              the live page and the live terminal view
     comparison          several runs side by side
     run_view            whet.open_run(): curves and plots in Python
-    export/, forward/   numbers as files, or sent to a dashboard
+    export/, forward/   metrics as files, or sent to a dashboard
 
 Other reports are bench_report, search_report and seeds. svg and table are shared by all.
 """

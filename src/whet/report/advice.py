@@ -68,7 +68,7 @@ def _unused_gains(plan: Mapping[str, Any], trials: Sequence[TuneTrial], step_sha
 
 
 def _saves(trial: TuneTrial, step_share: float) -> bool:
-    """Return whether faster steps would save enough of the run."""
+    """Return whether faster steps would shorten the run by at least _MIN_SAVING."""
     return trial.speedup is not None and (1 - 1 / max(1.0, trial.speedup)) * step_share >= _MIN_SAVING
 
 

@@ -28,7 +28,7 @@ _PLAN_PARTS = (
 
 
 def render_bench(result: BenchResult) -> str:
-    """Return the benchmark as plain text."""
+    """Return the results of `whet bench` as plain text."""
     lines = [*_bench_head(result), f"plan      {_plan_line(result)}"]
     for sweep in result.sweeps:
         lines += [
@@ -71,7 +71,7 @@ def _short_name(machine: Machine) -> str:
 
 
 def no_result_reason(row: BenchRow) -> str:
-    """Return the reason why a row has no numbers."""
+    """Return the reason why a row has no measurements."""
     return f"{row.outcome}: {row.note}" if row.note else row.outcome
 
 

@@ -38,7 +38,7 @@ class RunComparison(StrictModel):
 
     @property
     def sections(self) -> tuple[tuple[str, tuple[ComparisonRow, ...]], ...]:
-        """The rows that may differ between runs, by title."""
+        """The rows of the comparison by the title of their section."""
         return (
             ("settings of the plan", self.settings),
             ("configuration", self.config),

@@ -85,7 +85,7 @@ def tested_step(history: History) -> int | None:
 
 
 def evaluation_details(history: History) -> EvaluationDetails:
-    """Return class scores, confusion matrices and samples of the newest evaluations that have them."""
+    """Return class scores, confusion matrices and samples from the newest evaluations that include them."""
     events = list(itertools.islice(history.backwards(kinds=("eval",)), _MAX_EVALUATIONS))
     return EvaluationDetails(
         classes=_newest(events, _classes),

@@ -19,7 +19,7 @@ MAX_TRIALS = 200
 
 
 class ReportSetting(FrozenModel):
-    """One setting of the plan."""
+    """One setting of the plan, as the report shows it."""
 
     name: str
     value: Any

@@ -86,7 +86,7 @@ class SavingCost(FrozenModel):
 
     @property
     def cost_seconds(self) -> float:
-        """Sum of the blocked and the extra seconds."""
+        """The training time that saving cost: blocked seconds plus slowed seconds."""
         return self.stall_seconds + self.slowed_seconds
 
 
@@ -126,7 +126,7 @@ class RunReport(RunStatus):
     created: float
     """Creation time in unix seconds, like all times in the report."""
 
-    # Progress and results
+    # The progress and the results of the run.
     epoch: float | None
     """Epoch of the newest step, counted from 0, or None before the first step."""
     samples: int | None
@@ -147,7 +147,7 @@ class RunReport(RunStatus):
     epochs: tuple[EpochSummary, ...] = ()
     tracks: tuple[Track, ...] = ()
 
-    # Time
+    # Where the time went.
     wall_seconds: float
     """Seconds from the first event to the last."""
     training_seconds: float
@@ -163,14 +163,14 @@ class RunReport(RunStatus):
     """Number of entries omitted from the middle of the timeline."""
     incidents: tuple[Incident, ...] = ()
 
-    # Plan
+    # The plan and its measurements.
     settings: tuple[ReportSetting, ...] = ()
     warnings: tuple[str, ...] = ()
     evidence: tuple[SettingEvidence, ...] = ()
     planned_vs_actual: tuple[PlannedVsActual, ...] = ()
     advice: tuple[Advice, ...] = ()
 
-    # Trust
+    # How far the results can be trusted: proof, exactness, damage and the reason of the end.
     machine: str
     provenance: Provenance
     checkpoints: tuple[SavedCheckpoint, ...] = ()
@@ -293,7 +293,7 @@ def _result_fields(run: Run, history: History, *, status: RunStatus) -> dict[str
 
 
 def _speeds(drawn: tuple[Track, ...]) -> list[tuple[float, float]]:
-    """Return (training seconds, samples per second) of each point."""
+    """Return the points of the speed curve as pairs (training seconds, samples per second)."""
     steps = next((track for track in drawn if track.source == "step"), None)
     speed = steps.line("samples_per_second") if steps is not None else None
     if steps is None or speed is None:

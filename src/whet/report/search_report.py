@@ -64,7 +64,7 @@ def _trial_counts(result: SearchResult) -> str:
 
 
 def _ranked(result: SearchResult) -> list[SearchTrial]:
-    """Return completed trials, then pruned ones, each best first, then all other trials by number."""
+    """Return the trials to list: completed ones and then pruned ones, best first, followed by all others by number."""
     sign = -1 if result.is_higher_better else 1
     order = ("complete", "pruned")
 

@@ -113,7 +113,9 @@ def read_seeds(folder: Path) -> SeedsResult:
     try:
         return SeedsResult.from_json(strict_json.decode(read_regular_file(path)), where=path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}", got=str(error)[:200], try_="the same training command again") from None
+        raise UsageError(
+            f"cannot read {path}", got=str(error)[:200], try_="run the same training command again"
+        ) from None
 
 
 def render_seeds(result: SeedsResult) -> list[str]:

@@ -85,7 +85,7 @@ class ChartPanel:
 
 
 def draw_chart(title: str, panels: Sequence[ChartPanel], *, subtitle: str = "", footer: Sequence[str] = ()) -> str:
-    """Draw the panels one below the other in an SVG document."""
+    """Return an SVG document with the panels one below the other."""
     end = _HEAD + len(panels) * _PANEL_HEIGHT
     parts = [
         *_stacked([_draw_panel(panel) for panel in panels], height=_PANEL_HEIGHT),

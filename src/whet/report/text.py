@@ -59,7 +59,7 @@ def render_text(report: RunReport, *, width: int = 100, unicode: bool = True) ->
     if report.resume:
         # Do not wrap the command, so that it can be copied.
         text += "\n\nresume it with\n  " + _clean(report.resume)
-    # Replace all other characters, because names in a run folder may contain any.
+    # If the output has no Unicode, replace all non-ASCII characters, because names in a run folder may contain any.
     return text if unicode else text.encode("ascii", "replace").decode()
 
 
@@ -218,7 +218,7 @@ def _advice(report: RunReport, *, width: int) -> list[str]:
 
 
 def _settings(report: RunReport, *, width: int) -> list[str]:
-    """Return a table of the settings that no rule has chosen, and a line with the command that shows the others."""
+    """Return a table of the settings that no rule has chosen, and a line with the command that shows all settings."""
     shown = [s for s in report.settings if s.value not in (None, "unused") or s.source == "you"]
     rows = [
         (_clean(s.name), _clean(format_value(s.value)), _clean(s.reason), _clean(s.source))

@@ -29,7 +29,7 @@ _NORMAL_LEVELS = {
 
 Tone = Literal["good", "plain", "warn", "bad"]
 
-# Tones of incidents. All other incidents are warnings.
+# The severity with which a page shows an incident. All other incidents are shown as warnings.
 _TONES: dict[str, Tone] = {"oom": "bad", "restart": "bad", "resume": "plain"}
 _TITLES = {
     "oom": "out of memory",
@@ -104,7 +104,7 @@ def session_spans(history: History) -> tuple[SessionSpan, ...]:
     trained = 0.0
     for started, ended, step in spans:
         sessions.append(SessionSpan(started=started, ended=ended, step=int(step), begins_at=trained))
-        trained += max(0.0, ended - started)  # The clock may have been set back.
+        trained += max(0.0, ended - started)  # Keep the times in order, because the clock may have been set back.
     return tuple(sessions)
 
 
@@ -221,7 +221,7 @@ def timeline(history: History, clock: TrainingClock) -> tuple[tuple[TimelineEntr
 
 
 def timeline_entry(event: Event, clock: TrainingClock) -> TimelineEntry:
-    """Convert an event to a timeline entry."""
+    """Return the timeline entry for an event, with its text and label."""
     return TimelineEntry(
         kind=event.kind,
         step=event.step,

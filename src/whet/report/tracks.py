@@ -195,5 +195,5 @@ def _unit(name: str) -> Unit:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Round to seven digits, which is more than a page can show, and halves the size of the JSON."""
+    """Round a value to seven digits. A page cannot show more, and the JSON becomes half as large."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")

@@ -14,7 +14,7 @@ from whet.plan.workload import Workload
 FORMAT_VERSION = 1
 
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# "far slower" means that one or two steps were enough to see the difference.
+# "far slower": one or two steps were enough to see the difference.
 RowOutcome = Literal["measured", "far slower", "does not fit", "failed", "no time"]
 
 
@@ -29,7 +29,7 @@ class BenchInterval(FrozenModel):
 
 
 class BenchRow(FrozenModel):
-    """The result for one value of the setting that was varied."""
+    """The timing and memory for one value of a swept setting."""
 
     value: Scalar
     is_plan: bool = False
@@ -38,7 +38,7 @@ class BenchRow(FrozenModel):
     """Settings that the steps ran with, such as device, precision and micro_batch."""
     outcome: RowOutcome
     note: str = ""
-    """The reason why there are no numbers, or another remark."""
+    """The reason why the row has no measurements, or a remark about them."""
     step_seconds: BenchInterval | None = None
     """Step time with this value, including the effects of other load on the machine."""
     samples_per_second: BenchInterval | None = None
@@ -64,7 +64,7 @@ class BenchSweep(FrozenModel):
 
 
 class BenchResult(FrozenModel):
-    """The result of `whet bench` on one machine."""
+    """All results of one `whet bench`: the machine, the plan and every sweep."""
 
     kind: Literal["whet bench"] = "whet bench"
     format_version: int = FORMAT_VERSION
@@ -86,7 +86,7 @@ class BenchResult(FrozenModel):
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the machine was not probed, in which case the numbers do not describe a real machine."""
+        """Whether the machine was not probed, in which case the figures do not describe a real machine."""
         return self.machine.origin != "probed"
 
     def sweep(self, setting: str) -> BenchSweep | None:

@@ -19,7 +19,7 @@ from whet.run.event_block import SUMMARIZED_KINDS
 from whet.run.events import History
 from whet.run.folder import Run
 
-# Kinds of events whose numbers become curves.
+# Kinds of events whose numeric fields become curves.
 CURVE_KINDS = SUMMARIZED_KINDS
 
 

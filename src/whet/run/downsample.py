@@ -31,7 +31,7 @@ class EventTable:
     def __init__(self) -> None:
         # Arrays take 8 bytes per number, a list of Python floats about 32.
         self._steps, self._times = array("q"), array("d")
-        # By field: the rows that contain it, and their values.
+        # For each field, the indices of the rows that contain it, and their values.
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, event: Event) -> None:
@@ -56,7 +56,7 @@ class EventTable:
 
     @property
     def samples(self) -> Floats:
-        """Samples so far; NaN for rows without this number."""
+        """The number of samples processed so far; NaN for rows without it."""
         stats = self.numbers("samples")
         return np.where(stats[:, 0] > 0, stats[:, 1], np.nan)
 
@@ -69,7 +69,7 @@ class EventTable:
         return self._columns.keys()
 
     def numbers(self, field: str) -> Floats:
-        """Return the five statistics of each row as columns."""
+        """Return the five statistics of a field, (rows, 5)."""
         stats = np.zeros((len(self._steps), STATS_PER_FIELD))
         if field in self._columns:
             rows, values = (np.array(column) for column in self._columns[field])
@@ -169,7 +169,7 @@ def _session_starts(history: History) -> tuple[Floats, Floats]:
 
 
 def _cached(history: History, name: str, make: Callable[[], T]) -> T:
-    """Return a cached value. It is computed again after the history has grown."""
+    """Return a value cached with the history. It is computed again after the history has grown."""
     key = name, "blocks"
     if key not in history.curve_cache:
         history.curve_cache[key] = make()
@@ -195,7 +195,7 @@ class _BucketedRows:
         order = np.argsort(table.steps, kind="stable")
         steps, times, last = table.steps[order], table.times[order], table.last_step
         first = int(steps[0])
-        width = max(1, -(-(last - first + 1) // points))  # Steps per point, rounded up.
+        width = max(1, -(-(last - first + 1) // points))  # The number of steps per point, rounded up.
         if is_growing:
             # Use powers of two, counted from step 0, so that points keep their positions until the width doubles.
             width = 1 << (width - 1).bit_length()
@@ -217,12 +217,13 @@ class _BucketedRows:
         count = np.add.reduceat(numbers[:, 0], starts)
         nonfinite = np.add.reduceat(numbers[:, 4], starts)
         has_values = numbers[:, 0] > 0
-        # Replace missing values with infinities, which never win; buckets without values are masked below.
+        # Replace missing values with infinities, which are never the minimum or maximum; buckets without values are
+        # masked below.
         low = np.minimum.reduceat(np.where(has_values, numbers[:, 1], np.inf), starts)
         high = np.maximum.reduceat(np.where(has_values, numbers[:, 2], -np.inf), starts)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             mean = np.add.reduceat(numbers[:, 3], starts) / count
-        mean = np.clip(mean, low, high)  # Rounding may push it out by one bit.
+        mean = np.clip(mean, low, high)  # Rounding may put the mean just outside of these bounds.
         firsts = there[starts]
         is_empty = count == 0
         points = zip(
@@ -241,7 +242,10 @@ class _BucketedRows:
 
 
 def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
-    """Return a table by event, or by block if there are too many events. The table is cached with the history."""
+    """Return a table with one row per event, or one row per block if there are too many events.
+
+    The table is cached with the history.
+    """
     counted = _cached(history, "counted", lambda: [*history.valid_blocks()])
     blocks = [block for block in counted if kind in block.kinds]
     most = points * BLOCK_EVENTS if kind == "step" else _MAX_EVENTS_READ
@@ -249,7 +253,7 @@ def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
     is_long = len(blocks) > points and sum(block.kinds[kind] for block in blocks) > most
     key = kind, "blocks" if is_long else "events"
     if is_long:
-        # The run has become long, so free the table by event.
+        # The run now has too many events for this table, so free its memory.
         history.curve_cache.pop((kind, "events"), None)
     if key not in history.curve_cache:
         history.curve_cache[key] = BlockTable(blocks, kind=kind) if is_long else _event_table(history, kind=kind)

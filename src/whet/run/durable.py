@@ -219,7 +219,7 @@ def _sync_folder(path: Path, *, sync: Callable[[int], None]) -> None:
 
 
 def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
-    """Create a folder atomically. `fill` writes files into the draft with `write_draft`.
+    """Create a folder atomically. `fill` writes files into the draft with `write_draft`, or syncs them afterward.
 
     An existing folder must be empty. After a failed sync, the draft is removed: a retry must write new files, because a
     second fsync of the same files may report success without writing them.
@@ -239,6 +239,18 @@ def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
             raise
         # The rename is durable only after the parent folder is synced.
         _sync_folder(path.parent, sync=disk.full_sync)
+
+
+def sync_files(folder: Path) -> None:
+    """Sync the files that other libraries have written into a draft of `publish_directory`."""
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            with disk_errors("write", path):
+                descriptor = disk.open(path, os.O_RDONLY)
+                try:
+                    disk.full_sync(descriptor)
+                finally:
+                    disk.close(descriptor)
 
 
 def publish_files(files: Sequence[tuple[Path, Iterable[bytes]]]) -> None:
@@ -316,16 +328,27 @@ def remove(path: Path) -> None:
             disk.unlink(leftover)
 
 
+def move(source: Path, target: Path) -> None:
+    """Rename a file or folder durably, on the same disk. An existing target must be a file or an empty folder."""
+    with disk_errors("move", source):
+        disk.rename(source, target)
+        # Sync the new name first: after a power cut, two names are better than none.
+        for folder in dict.fromkeys((target.parent, source.parent)):
+            _sync_folder(folder, sync=disk.full_sync)
+
+
 def move_aside(path: Path) -> Path:
-    """Rename a file or folder to a leftover name, for `remove` to delete later. Return the new path."""
-    with disk_errors("move", path):
-        aside = leftover_name(path)
-        disk.rename(path, aside)
-        return aside
+    """Move a file or folder durably to a leftover name, for `remove` to delete later. Return the new path."""
+    aside = leftover_name(path)
+    move(path, aside)
+    return aside
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Remove the leftovers of interrupted writes and return their number. The caller must hold the run's lock."""
+    """Remove the leftover files and folders of interrupted writes, and return their number.
+
+    The caller must hold the run's lock.
+    """
     leftovers = [path for path in sorted(folder.iterdir()) if is_leftover(path)] if folder.is_dir() else []
     for path in leftovers:
         remove(path)

@@ -5,28 +5,28 @@ kind. NaN and infinity are written as described in strict_json. The fields by ki
 
     start       total_steps, goal (the metric that decides the best checkpoint), mode ("max" or "min"), optimizers
                 (the names of several; a step then has loss_NAME of each, and loss is their sum)
-    plan        message: why the plan changed, a note on it (is_in_plan), or what was verified before the first step,
+    plan        message: why the plan changed, a note about it (is_in_plan), or what was verified before the first step,
                 which adds seconds and difference (the largest relative error: against the CPU, or of a compiled model
                 against its eager code)
     step        loss; epoch, samples (so far), lr, grad_norm (before clipping; without clipping only in every
                 16th step, and in no replayed one), seconds: {"data", "transfer", "forward", "backward", "optimizer"}
-                on the device's own clock ("graph" for a step that is replayed as a whole), and what was spent since
-                the previous step: {"evaluate", "save", "cooldown", "verify"}
-    health      about every 5 s between steps, each part only where it can be read: samples (so far),
+                on the device's own clock ("graph" for a step that is replayed as a whole), and the time since
+                the previous step that was spent on {"evaluate", "save", "cooldown", "verify"}
+    health      about every 5 s between steps, each field only if it can be measured: samples (so far),
                 samples_per_second (since the previous one, without evaluations, saves and cooldown pauses),
                 memory: {"allocated", "reserved", "peak", "limit"} of the device, {"process", "used", "available",
                 "swap"} of the machine, in bytes; utilization: {"cpu", "process", "gpu"} in percent (cpu: of all
                 cores; process: of one core; gpu: of the one NVIDIA card, or of Apple's); heat ("cool", "slow" or
                 "hot"), thermal (the sensor's level), pressure (of memory: "normal", "warn", "critical")
     eval        one field per metric; confusion: {"labels": [...], "counts": [[...]]}, a row for each true class;
-                classes: {"labels": [...], NAME: [...]}, a number for each class, such as "f1" and "support";
+                classes: {"labels": [...], NAME: [...]}, a score for each class, such as "f1" and "support";
                 samples: [{"input": ..., "expected": ..., "predicted": ..., ...}]. On the test split all names begin
                 with "test_". weights: the name of the evaluated checkpoint, where it is not the newest state
     epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in
                 bytes, state_bytes: {"weights": ..., "gradients": ..., "optimizer": ..., "ema": ...} between steps,
                 counted from the tensors, num_shapes (different micro-batch shapes in this session)
     checkpoint  a durable checkpoint: name, bytes, seconds (total), stall_seconds (training was blocked),
-                slowed_seconds (steps next to it took longer), background (written while training continued),
+                slowed_seconds (how much longer steps took meanwhile), background (written while training continued),
                 failures_before (failed attempts before this one)
     resume      the run continues from `step`: step and eval events of later steps before this line no longer count;
                 exactness ("bit-exact" or what changed), rejected (damaged checkpoints), lost_steps, rollback_reason
@@ -44,7 +44,7 @@ kind. NaN and infinity are written as described in strict_json. The fields by ki
     skip        reason, verdict ("reproducible": the step is skipped; "transient": it succeeded when repeated), samples
     spike       reason, samples: a loss far above its usual values
 
-Any event but a step or health may carry `exact: false` and a `reason`: from that step on the run is not bit-exact.
+Any event except step and health may have `exact: false` and a `reason`: from that step on, the run is not bit-exact.
 """
 
 import math

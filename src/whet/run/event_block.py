@@ -13,7 +13,7 @@ from whet.run.event import as_number, flatten_fields
 
 # A trade-off: larger blocks make the index smaller, but curves coarser and lookups slower.
 BLOCK_EVENTS = 256
-# Kinds of events whose numbers are summarized by field.
+# Kinds of events whose numeric fields are summarized.
 SUMMARIZED_KINDS = ("step", "health", "eval")
 # Per field of a block: count, minimum, maximum, sum and number of non-finite values, 8 bytes each.
 STATS_PER_FIELD = 5
@@ -104,7 +104,7 @@ class BlockBuilder:
         return self.count + self.damaged >= BLOCK_EVENTS
 
     def build(self, end: int) -> EventBlock:
-        """Return the block that ends at byte `end`."""
+        """Return the block of the collected events. It ends at byte `end` of the file."""
         counted = [
             (f"{kind}/{name}", stats)
             for kind, columns in self._columns.items()

@@ -1,8 +1,8 @@
-"""The index of events.jsonl: positions of events, and statistics of their numbers.
+"""The index of events.jsonl: positions of events, and statistics of their numeric fields.
 
 The file is divided into blocks of up to 256 events. For each block, `events.index` has one line with its position, its
-kinds and steps, and the count, minimum, maximum and sum of each number in its step, health and eval events. A reader
-can find a few incidents among a million steps, or draw a curve with every spike, without reading all steps.
+kinds and steps, and the count, minimum, maximum and sum of each numeric field of its step, health and eval events. A
+reader can find a few incidents among a million steps, or draw a curve with every spike, without reading all steps.
 
 The index is only a cache. A line is valid if its checksum is correct, it continues the previous line, and its block
 lies inside the file. From the first invalid line on, and after the last line, the events themselves are read. A block
@@ -40,7 +40,7 @@ _STEP_START = b'{"kind":"step",'
 
 @dataclass(frozen=True, slots=True)
 class LogLayout:
-    """All blocks of an events file, and how many of them came from the index."""
+    """All blocks of an events file, and the number of blocks that were read from the index."""
 
     blocks: tuple[EventBlock, ...]
     end: int

@@ -44,7 +44,7 @@ class AppendOnlyFile:
             """Position of the next byte, including buffered bytes."""
 
     def add(self, data: bytes) -> None:
-        """Buffer bytes without writing them."""
+        """Append bytes to the buffer, which the next `flush` writes."""
         self._waiting.append(data)
         self.size += len(data)
 
@@ -277,7 +277,10 @@ def read_events(
 
 
 def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Convert a record with NaN or with numbers from other libraries to Python types. Return it and its line."""
+    """Convert a record with NaN or with number types of other libraries to Python types.
+
+    Return it and its JSON line.
+    """
     try:
         record = strict_json.to_plain(record)
     except TypeError as error:

@@ -55,7 +55,7 @@ _OWN_FILES = frozenset(
 )
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "psutil", "tokenizers", "transformers", "optuna")
-# The usual limit of a filesystem.
+# The usual limit of a filesystem for the length of a name.
 _MAX_NAME_BYTES = 255
 
 
@@ -119,7 +119,7 @@ def installed_versions() -> dict[str, str | None]:
 def next_run_path(root: Path, *, recipe: str) -> Path:
     """Return the next free path `RECIPE-NNN` in `root`.
 
-    Two processes may get the same path. `create_run` then fails in the slower process, which must try again.
+    Two processes may get the same path. `create_run` then fails in the slower one, which must ask for another path.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe).stem).strip("-.") or "run"
     pattern = re.compile(re.escape(name) + r"-(\d{3,})")
@@ -200,7 +200,9 @@ def locate_checkpoint(run: Path | None, checkpoint: str) -> tuple[Path, str]:
         hint = "last, best, a step, or the path of a checkpoint folder"
         raise UsageError("no such checkpoint", got=f"--checkpoint {checkpoint}", try_=hint)
     if run is not None and run.expanduser().resolve() != owner.resolve():
-        raise UsageError("the checkpoint belongs to another run", got=f"{run} and {checkpoint}", try_=f"{owner} alone")
+        raise UsageError(
+            "the checkpoint belongs to a different run", got=f"{run} and {checkpoint}", try_=f"{owner} alone"
+        )
     return owner, which
 
 

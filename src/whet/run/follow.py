@@ -50,7 +50,8 @@ class LiveHistory(History):
         try:
             file = open_regular_file(self._path)
         except (FileNotFoundError, NotADirectoryError):
-            return "unchanged"  # Keep the events: the folder may be moving, or its disk may be asleep.
+            # Keep the known events, because the folder may be in the middle of a move, or its disk may be asleep.
+            return "unchanged"
         with file:
             stat = os.fstat(file.fileno())
             # The file appeared after the first read, so this is not a replacement.
@@ -118,7 +119,7 @@ class LiveHistory(History):
         self._save_fingerprint()
 
     def _grow(self, layout: LogLayout, *, num_kept: int) -> None:
-        """Set the layout like `_set_layout`, for the case that no earlier event has become void."""
+        """Update the layout after new events, none of which makes earlier events void."""
         self.damaged += sum(block.damaged for block in layout.blocks[num_kept:])
         self.damaged -= sum(block.damaged for block in self.layout.blocks[num_kept:])
         self.layout = layout

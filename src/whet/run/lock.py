@@ -26,7 +26,7 @@ from whet.run.durable import disk_errors
 
 LOCK_FILE = "lock"
 
-# POSIX lets a system report a held lock with either error.
+# The errors for a lock that another process holds. POSIX allows either.
 _BUSY = (errno.EACCES, errno.EAGAIN)
 # `acquire` retries for this long, because `holder` in another process takes the lock for a few microseconds, or longer
 # on a busy machine. If the owner of the lock is alive, `acquire` fails at once.

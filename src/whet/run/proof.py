@@ -12,14 +12,14 @@ from whet.run.strict_json import StrictModel
 FORMAT_VERSION = 1
 PROOF_FILE = "proof.json"
 
-# If fewer processes resumed, all kills may have hit the start of the run, which would be no evidence.
+# If fewer processes resumed, all kills may have hit the start of the run, which proves nothing about resuming.
 MIN_RESUMED_FRACTION = 0.6
 
 Verdict = Literal["proved", "broken", "cannot be proved"]
 
 
 class KillCounts(StrictModel):
-    """Counts of the kills of one kind and of their effects."""
+    """Counts of the kills of one kind (random or at disk calls), and of their effects."""
 
     kills: int = 0
     processes: int = 0
@@ -38,7 +38,7 @@ class KillCounts(StrictModel):
 
 
 class ComparedCounts(StrictModel):
-    """Counts of what was compared with the uninterrupted run."""
+    """Numbers of tensors, losses, metrics and runs that were compared with the uninterrupted run."""
 
     tensors: int = 0
     bytes: int = 0
@@ -68,7 +68,7 @@ class ProofDifference(StrictModel):
 
 
 class Proof(StrictModel):
-    """A verdict and its evidence."""
+    """The result of `whet prove`: a verdict and its evidence."""
 
     format_version: int = FORMAT_VERSION
     verdict: Verdict

@@ -89,7 +89,7 @@ class SearchResult(StrictModel):
     def is_clear(self) -> bool:
         """Whether the winner is significantly better than the next candidate."""
         low, high = self.difference_low, self.difference_high
-        # The interval must lie entirely on the winning side of 0.
+        # The whole interval must lie on the side of 0 that favors the winner.
         bound = low if self.is_higher_better else (None if high is None else -high)
         return bound is not None and bound > 0
 

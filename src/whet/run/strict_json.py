@@ -44,12 +44,12 @@ class StrictModel(FrozenModel):
     """A frozen model that encodes NaN and infinite numbers as strict JSON."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the value as plain JSON types, without NaN."""
+        """Return the model as JSON types, with NaN and infinity in the strict form."""
         return to_strict(super().as_json())
 
     @classmethod
     def from_json(cls, data: object, *, where: str | Path) -> Self:
-        """Restore the value, including NaN."""
+        """Create the model from JSON types, with NaN and infinity restored."""
         return super().from_json(decode(encode(data)) if isinstance(data, dict) else data, where=where)
 
 

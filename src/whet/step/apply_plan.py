@@ -6,31 +6,31 @@ one, because it verifies the model in between; measuring enters the whole contex
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whet.base.errors import UsageError
 from whet.data.adapters import LoadingConfig, open_source
 from whet.data.loader import CollateFunction
 from whet.data.source import AbstractSource
 from whet.data.split import RankShare
 from whet.device.abstract import AbstractDevice, AbstractGraphs
 from whet.device.cpu import set_num_threads
-from whet.device.environment import FALLBACK, check_mps_memory, has_fallback
 from whet.device.open import open_device, rank_device
 from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo
 from whet.distributed.strategies import ParallelStrategy, ReplicatedStrategy
 from whet.plan.plan import Plan, override
+from whet.step.attention import use_explicit_masks
 from whet.step.ema import Ema
 from whet.step.graphs import GraphedStepper
 from whet.step.model_contexts import (
     CompiledCalls,
     WeightLayout,
     checkpoint_activations,
+    deterministic,
     find_blocks,
     split_large_heads,
 )
@@ -58,14 +58,10 @@ def open_planned_device(plan: Plan, ranks: RankInfo | None = None) -> tuple[Plan
         plan = override(plan, {"device": "cpu"})
     elif str(plan.overrides.get("device", opened.device.kind)).partition(":")[0] != opened.device.kind:
         reason = plan.settings["device"].reason
-    if opened.device.kind == "mps" and plan.high_watermark is not None and plan.low_watermark is not None:
-        check_mps_memory((plan.high_watermark, plan.low_watermark))
-    if plan.mps_fallback == "on" and opened.device.kind == "mps" and not has_fallback():
-        raise UsageError(
-            "mps_fallback must be set before torch starts",
-            got=f"mps_fallback=on, and no {FALLBACK} in the environment",
-            try_=f"{FALLBACK}=1 python ..., or whet train, which sets it",
-        )
+    high, low = plan.high_watermark, plan.low_watermark
+    opened.device.check_environment(
+        watermarks=None if high is None or low is None else (high, low), needs_fallback=plan.mps_fallback == "on"
+    )
     set_process_settings(plan, opened.device)
     return plan, opened.device, reason
 
@@ -226,8 +222,13 @@ def set_process_settings(plan: Plan, device: AbstractDevice) -> None:
 
 @contextmanager
 def apply_kernels(plan: Plan, model: nn.Module, device: AbstractDevice) -> Iterator[None]:
-    """Use the planned attention and norm kernels, and split products that the device would compute wrongly."""
-    with device.use_kernels(attention=plan.attention, norms=plan.norms), split_large_heads(plan, model):
+    """Use the planned kernels and causal masks, and split products that the device would compute wrongly."""
+    with (
+        deterministic(plan.deterministic == "on"),
+        use_explicit_masks() if plan.causal_mask == "explicit" else nullcontext(),
+        device.use_kernels(attention=plan.attention, norms=plan.norms),
+        split_large_heads(plan, model),
+    ):
         yield
 
 
@@ -241,7 +242,7 @@ def apply_plan(
     optimizer: Optimizer | None = None,
     compiled: CompiledCalls | None = None,
 ) -> Iterator[None]:
-    """Apply a plan inside the `with` block: layout, threads, precision, kernels, checkpointing and compilation.
+    """Apply a plan inside the `with` block: layout, threads, precision, kernels, masks, checkpointing and compilation.
 
     The caller creates `compiled`, so that compiled code is reused when the plan is applied again.
     """

@@ -25,12 +25,18 @@ class Ema:
         self.average = {name: tensor.detach().clone() for name, tensor in self._live().items()}
 
     def _live(self) -> dict[str, Tensor]:
-        """Return the tensors to average. They are looked up each time, because a forward pass may replace a buffer."""
+        """Return the tensors of the model that are averaged.
+
+        They are looked up each time, because a forward pass may replace a buffer.
+        """
         named = ((n, t) for n, t in named_tensors(self._model) if not n.startswith(self._excluded))
         return {name: tensor for name, tensor in named if _has_average(tensor)}
 
     def follow_model(self) -> dict[str, Tensor]:
-        """Add new, resized and renamed tensors, drop those that no longer exist, and return the current ones."""
+        """Update the set of averages to the current tensors of the model, and return these tensors.
+
+        New and resized tensors are added, renamed ones keep their average, and those that no longer exist are dropped.
+        """
         live = self._live()
         before = self.average
         if live.keys() != before.keys() or any(before[name].shape != live[name].shape for name in live):
@@ -54,7 +60,7 @@ class Ema:
 
     @torch.no_grad()
     def update_by(self, share: float | Tensor) -> None:
-        """Update the average with the given weight of the new values.
+        """Update the average: new values have the weight `share`, and the old average has the rest.
 
         A captured step passes a tensor, whose value can change between replays; the result is bitwise the same as for a
         number.

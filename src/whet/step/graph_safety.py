@@ -136,7 +136,7 @@ class CapturedGroups:
 def loss_key(loss: Callable[..., Any]) -> Hashable:
     """Return a key for a loss, made from its code and the scalars and objects it refers to.
 
-    A user's loop may create a new closure over a changing number in each step. Nested objects are not inspected.
+    A user's loop may create a new closure over a changing value in each step. Nested objects are not inspected.
     """
     return tuple([_as_key(value) for value in loss_dependencies(loss)])
 
@@ -198,7 +198,7 @@ class HostSnapshot:
         self._host_rng = get_host_rng()
 
     def change(self) -> str | None:
-        """Return what Python code changed that a replay would not repeat; None if it changed nothing."""
+        """Return a description of changes by Python code that a replay would not repeat; None if there are none."""
         if not (torch.equal(torch.get_rng_state(), self._torch_rng) and host_rng_equal(get_host_rng(), self._host_rng)):
             return "the loss draws from a generator on the host"
         for saved in self._buffers.saved:
@@ -207,7 +207,7 @@ class HostSnapshot:
         return "the forward pass creates buffers" if self._buffers.has_new_names() else None
 
     def restore(self) -> None:
-        """Restore buffers and generators."""
+        """Restore the buffers and generators to their state before the capture."""
         self._buffers.restore()
         torch.set_rng_state(self._torch_rng)
         set_host_rng(self._host_rng)

@@ -67,7 +67,7 @@ class _CapturedStep:
 
 @dataclass(slots=True)
 class _SeenShape:
-    """A shape that has not been captured yet."""
+    """Statistics of a shape that has only been run eagerly."""
 
     num_steps: int = 0
     """Number of eager steps with this shape."""
@@ -266,7 +266,7 @@ class GraphedStepper(Stepper):
             self._ema_share = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
         self._ema_share.fill_(self.ema.share(step))
 
-    # --- capture ------------------------------------------------------------------------------------------------------
+    # --- capturing ----------------------------------------------------------------------------------------------------
 
     def _valid_capture(self, key: Hashable) -> _CapturedStep | None:
         """Return the captured step for a key, or None. If addresses have changed, discard all captures."""

@@ -76,7 +76,7 @@ _CONSTANTS = (str, bool, type, types.BuiltinFunctionType, types.ModuleType)
 def loss_code(loss: Any) -> Hashable:
     """Return a key that identifies a loss across steps: its code and that of the functions and modules it refers to.
 
-    A loop may redefine a loss in each step, with different numbers and tensors. Its key remains the same, and does not
+    A loop may redefine a loss in each step, with different scalars and tensors. Its key remains the same, and does not
     keep any of those objects alive.
     """
     code: Hashable = _code(loss.function if isinstance(loss, BatchLoss) else loss, _MAX_DEPTH)
@@ -116,7 +116,7 @@ def _cell_contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        # The name is not bound yet.
+        # The variable is not bound yet, so its cell is empty.
         return None
 
 
@@ -190,11 +190,11 @@ def _as_pair(data: Any, loss: Any) -> tuple[Any, Any]:
     )
 
 
-# --- what a loss returns ---------------------------------------------------------------------------------------------
+# --- return values of a loss -----------------------------------------------------------------------------------------
 
 
 def parse_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
-    """Normalize what a loss returned to (mean, None) or (sum, weight). Raise WhetError for unsupported values.
+    """Convert the return value of a loss to (mean, None) or (sum, weight). Raise WhetError for unsupported values.
 
     A loss may return a scalar, a pair (sum, weight), a dict with "loss", or an object with `.loss` (transformers).
     """
@@ -255,7 +255,7 @@ def _check_weight(weight: Any) -> None:
 
 
 def loss_scalars(returned: Any) -> dict[str, Tensor]:
-    """Return the other scalars of a dict with "loss", which are logged. Complex numbers are left out."""
+    """Return the scalars to log: all entries of a dict besides "loss". Complex numbers are left out."""
     if not isinstance(returned, Mapping) or hasattr(returned, "to_tuple"):
         return {}
     return {

@@ -45,14 +45,20 @@ def deterministic(is_on: bool) -> Iterator[None]:
 
     If only deterministic kernels are allowed, torch raises for an operator that has none.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = _deterministic_flags()
     if is_on != before[0]:
         # This may also switch the flag off: if the flag is on, the plan is "off" only by the user's override.
         torch.use_deterministic_algorithms(is_on)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        # Setting the flag takes 100 us (torch 2.13), and a measurement does this for every step.
+        if _deterministic_flags() != before:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _deterministic_flags() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 # --- activation checkpointing ----------------------------------------------------------------------------------------
@@ -114,7 +120,7 @@ def _batch_norms(block: nn.Module) -> list[nn.Module]:
     return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
-# --- heads in pieces --------------------------------------------------------------------------------------------------
+# --- split output layers ----------------------------------------------------------------------------------------------
 
 
 def large_heads(plan: Plan, model: nn.Module) -> dict[str, nn.Linear]:
@@ -194,7 +200,11 @@ class CompiledCalls:
         # By default, torch compiles for the first length and then again for dynamic lengths. Start with dynamic
         # lengths.
         is_dynamic = True if plan.workload.lengths_vary and plan.lengths in _DYNAMIC_LENGTHS else None
-        self._calls = [(module, module._compiled_call_impl, _compiled_call(module, is_dynamic)) for module in modules]
+        self._calls = [
+            (module, module._compiled_call_impl, _compiled_call(module, is_dynamic, plan.attention))
+            for module in modules
+        ]
+        self._cache_tag = "" if plan.attention == "torch" else f"attention={plan.attention}"
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -202,18 +212,33 @@ class CompiledCalls:
         for module, _, call in self._calls:
             module._compiled_call_impl = call
         try:
-            yield
+            with self._separate_caches():
+                yield
         finally:
             for module, before, _ in self._calls:
                 module._compiled_call_impl = before
 
+    def _separate_caches(self) -> AbstractContextManager[object]:
+        """Return a context whose compiled code is cached apart from that of other attention kernels.
 
-def _compiled_call(module: nn.Module, is_dynamic: bool | None) -> Any:
+        Attention kernels are chosen while the model is traced, and torch's keys do not contain them (torch 2.13).
+        """
+        if not self._cache_tag:
+            return nullcontext()
+        users = torch.compiler.config.cache_key_tag
+        return torch.compiler.config.patch(cache_key_tag=f"{users}{self._cache_tag}")  # type: ignore[no-any-return]
+
+
+def _compiled_call(module: nn.Module, is_dynamic: bool | None, attention: str) -> Any:
     before = module._compiled_call_impl
-    if type(module).__module__.startswith("torch.nn.") or "forward" in module.__dict__:
+    if attention != "torch" or type(module).__module__.startswith("torch.nn.") or "forward" in module.__dict__:
         # The compiler skips modules of torch.nn, such as nn.Sequential, and forward methods set on an instance, as in
-        # checkpointed blocks. A lambda around the call makes it trace them.
-        compiled: Any = torch.compile(lambda *args, **kwargs: module._call_impl(*args, **kwargs), dynamic=is_dynamic)
+        # checkpointed blocks. A function around the call makes it trace them. It reads `attention`, because torch
+        # reuses code for other attention kernels otherwise: their choice is no guard (torch 2.13).
+        def call_module(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs) if attention else None
+
+        compiled: Any = torch.compile(call_module, dynamic=is_dynamic)
     else:
         module.compile(dynamic=is_dynamic)
         compiled, module._compiled_call_impl = module._compiled_call_impl, before

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
-_FUSED_TYPES = (Adam, AdamW, SGD, Adagrad)
-"""Optimizers with fused kernels. Only these exact types count: a subclass may compute a different update."""
 _FLAGS = ("fused", "foreach", "capturable", "differentiable")
 _ATTRIBUTES = (
     "_step_supports_amp_scaling",
@@ -26,9 +24,11 @@ _ATTRIBUTES = (
 def kernel_obstacle(optimizer: Optimizer, model: nn.Module) -> str | None:
     """Return the reason why an optimizer keeps its own kernels; None if fused kernels may be used."""
     name = type(optimizer).__name__
-    if type(optimizer) not in _FUSED_TYPES:
-        origin = "" if type(optimizer).__module__.startswith("torch.optim") else "your "
-        return f"{origin}{name} has no fused kernels"
+    if not _is_of_torch(optimizer):
+        # A subclass may compute a different update.
+        return f"your {name} has no fused kernels"
+    if "fused" not in optimizer.defaults:
+        return f"{name} has no fused kernels"
     if not all(_is_choice_open(group) for group in optimizer.param_groups):
         return f"you chose the kernels of {name}"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -126,6 +126,12 @@ def _place_step_counts(optimizer: Optimizer) -> None:
             count = state.get("step") if isinstance(state, dict) else None
             if isinstance(count, Tensor):
                 state["step"] = count.to(parameter.device if is_on_device else torch.device("cpu"))
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    """Return whether the class of an optimizer is torch's own, and no subclass with its name."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and getattr(torch.optim, kind.__name__, None) is kind
 
 
 def _is_choice_open(group: dict[str, Any]) -> bool:

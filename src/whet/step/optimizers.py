@@ -69,7 +69,7 @@ def build_optimizer(
         foreach = kernels != "loop" and is_real
         return AdamATan2(groups, lr=rate if is_captured else lr, foreach=foreach, capturable=is_captured)
     if name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=lr, foreach=None if fused else foreach)
+        return torch.optim.Adafactor(groups, lr=lr, foreach=foreach)
     raise UsageError("no such optimizer", got=name, try_=" or ".join(OPTIMIZER_NAMES))
 
 

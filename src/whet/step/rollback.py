@@ -101,7 +101,7 @@ class StepRollback:
         self._torch_rng: tuple[Tensor, Tensor | None] | None = None
 
     def save(self) -> None:
-        """Save the state before a step begins."""
+        """Save the state that a step may change, before it begins."""
         # None marks an incomplete save. It is replaced last, after everything that may run out of memory.
         self._torch_rng = None
         if self._uses_host_rng:
@@ -155,7 +155,7 @@ class StepRollback:
 
 
 def release_traceback(error: BaseException) -> str:
-    """Clear the local variables of an exception's frames, which hold activations. Return its first line."""
+    """Clear the local variables in the frames of an exception, because they hold activations. Return its first line."""
     for raised in _error_chain(error):
         # Local variables of these frames hold activations, which must be freed before the step is repeated.
         traceback.clear_frames(raised.__traceback__)

@@ -20,7 +20,7 @@ class StaticInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors in bytes."""
+        """The total size of the static inputs in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
     @torch.no_grad()

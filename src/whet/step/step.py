@@ -51,7 +51,7 @@ class Outcome:
     has_loss: bool = True
     """False for a manual step without `session.log_loss`. The loss is then NaN and is not logged."""
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other numbers that the loss function returned, which are logged with the step."""
+    """Other scalars that the loss function returned, which are logged with the step."""
 
 
 class NonFiniteError(Exception):
@@ -78,7 +78,7 @@ class Stepper:
         strategy: ParallelStrategy | None = None,
         other_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
-        """Run steps of `optimizer`. `other_parameters` belong to other optimizers and get no gradient."""
+        """Create a stepper for `optimizer`. `other_parameters` belong to other optimizers and get no gradient."""
         self.model = model
         self.optimizer = optimizer
         self.device = device
@@ -100,7 +100,7 @@ class Stepper:
         self._clip = clip
         self._follow_groups()
         self._other_parameters = tuple(other_parameters)
-        # Both are determined after the first backward pass.
+        # The first backward pass determines both.
         self._has_gradients = self._can_clip_foreach = False
         self._has_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
         """Whether gradients may be sparse, as with nn.Embedding(sparse=True)."""
@@ -125,7 +125,7 @@ class Stepper:
             return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
 
     def _follow_groups(self) -> None:
-        """Read the parameters of the optimizer again: a resume or the user (weight_norm) may have replaced them."""
+        """Read the optimizer's parameters again: a resume or the user (weight_norm) may have replaced them."""
         self._lists = [group["params"] for group in self.optimizer.param_groups]
         # Use the order of the model, as loops that clip model.parameters() do: it affects how the sum of the norm is
         # rounded.
@@ -181,7 +181,7 @@ class Stepper:
         if self._scales_loss:
             self.scaler.unscale_(self.optimizer)
         if weight_sum is not None:
-            # The total weight of all micro-batches is known only now.
+            # The total weight of all micro-batches is not known earlier.
             correction = loss_sum.new_full((), num_samples) / clamp_weight(weight_sum)
             self._scale_gradients(correction)
             loss_sum = loss_sum * correction
@@ -190,7 +190,7 @@ class Stepper:
         return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks), scalars=scalars)
 
     def _update(self, step: int) -> None:
-        """Update the weights and their moving average."""
+        """Update the weights with the optimizer, then their moving average."""
         self.is_updating = True
         if self._scales_loss:
             self.scaler.step(self.optimizer)
@@ -210,7 +210,7 @@ class Stepper:
         mark: Callable[[], Mark],
         scalars: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | float | None, list[Phase]]:
-        """Accumulate the gradients of all micro-batches, and add other numbers that the loss returns to `scalars`.
+        """Accumulate the gradients of all micro-batches, and add the other scalars that the loss returns to `scalars`.
 
         Return the loss, the sum of weights (None if it is not needed) and the phases.
         """
@@ -261,7 +261,7 @@ class Stepper:
     # --- between steps -----------------------------------------------------------------------------------------------
 
     def use_precision(self, precision: str, *, loss_scaling: str) -> None:
-        """Change the precision. Call this only before the first step."""
+        """Change the precision of forward and backward. Call this only before the first step."""
         self._precision = precision
         self.scaler = _make_scaler(self.device, loss_scaling)
         self._scales_loss = self.scaler.is_enabled()
@@ -305,7 +305,7 @@ class Stepper:
         """Raise after the first backward pass if the loss reaches no parameter: training would have no effect."""
         if all(parameter.grad is None for parameter in self._parameters):
             raise WhetError(
-                "the loss reaches no parameter of the optimizer",
+                "the loss does not depend on any parameter of the optimizer",
                 got="no gradient after the backward pass",
                 try_="a loss computed from this model's output, without detach()",
             )
@@ -363,7 +363,7 @@ class Stepper:
 
 @contextmanager
 def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Disable requires_grad inside the `with` block.
+    """Set requires_grad=False on these parameters inside the `with` block.
 
     backward(inputs=...) is no alternative: it would lose gradients with reentrant checkpointing.
     """

@@ -215,7 +215,7 @@ class Unpadding:
         return tuple(inputs), named
 
     def _packed(self, layout: _Layout, value: Any, *, is_first: bool) -> Any:
-        """Return a packed argument of a block. Hidden states are packed only before the first block."""
+        """Return an argument of a block in packed form. Hidden states are packed only before the first block."""
         if isinstance(value, tuple | list):
             return type(value)(self._packed(layout, item, is_first=is_first) for item in value)
         if not isinstance(value, Tensor) or not is_first:

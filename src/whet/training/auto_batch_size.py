@@ -41,7 +41,7 @@ def is_auto_batch(keywords: SessionKeywords) -> bool:
 
 
 def with_batch_size(keywords: SessionKeywords, size: int) -> SessionKeywords:
-    """Return the keywords with another global batch size."""
+    """Return the keywords with a different global batch size."""
     return replace(keywords, training={**keywords.training, "global_batch_size": size})
 
 

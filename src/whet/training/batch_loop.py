@@ -56,7 +56,7 @@ class BatchLoop:
         self._num_rollbacks = 0
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """Yield the remaining global batches and act on the requests of callbacks between them."""
+        """Yield the remaining global batches, and carry out the requests of callbacks in between."""
         run, state = self.run, self.state
         # A loop that was left with `break` may be entered again.
         self.finish_batch()
@@ -151,7 +151,7 @@ class BatchLoop:
             run.log.event(kind, step=self.state.step, **fields)
         run.device.monitor.check()
 
-    # --- the steps of a batch ----------------------------------------------------------------------------------------
+    # --- steps of a batch --------------------------------------------------------------------------------------------
 
     def step(self, loss: BatchLoss, batch: GlobalBatch, *, optimizer: str | None, every: int) -> None:
         """Run one optimizer step. `optimizer` selects one of several by name; it steps on every `every`-th batch."""
@@ -239,9 +239,9 @@ class BatchLoop:
         """Record the loss of a manual step."""
         if not self._is_in_step:
             raise UsageError(
-                "log_loss belongs into a manual step",
+                "log_loss must be called inside a manual step",
                 got="a call outside of `with session.manual(batch)`",
-                try_="session.log_loss(loss) inside of the block; session.log(name=value) logs other numbers",
+                try_="session.log_loss(loss) inside of the block; session.log(name=value) logs other values",
             )
         self.steps.log_loss(loss.detach().reshape(()).to(self.run.device.torch_device))
 

@@ -35,15 +35,15 @@ class BatchSteps:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the batch has steps that have not been counted yet."""
+        """Whether the batch has steps that are not yet counted as a step of the run."""
         return bool(self._visited) and not self._is_finished
 
     def has_visited(self, names: Collection[str]) -> bool:
-        """Return whether all of these optimizers have had their turn."""
+        """Return whether all of these optimizers have stepped on the batch or skipped it."""
         return self._visited.issuperset(names)
 
     def begin(self, batch: GlobalBatch) -> None:
-        """Start with a new batch."""
+        """Reset the record for a new batch."""
         self.batch, self._outcomes, self._visited = batch, {}, set()
         self.is_rolled_back = self._is_finished = False
         self._loss = None
@@ -79,7 +79,7 @@ class BatchSteps:
         self._loss = loss
 
     def discard(self) -> None:
-        """Discard the steps of the batch after a rollback."""
+        """Discard the recorded steps of the batch after a rollback."""
         self._outcomes, self._visited = {}, set()
         self.is_rolled_back = self._is_finished = True
 

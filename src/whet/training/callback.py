@@ -123,7 +123,7 @@ class Callback:
 
 
 class _Hook(NamedTuple):
-    """An overridden method of a callback."""
+    """An overridden method of a callback, with the minimum interval between its calls."""
 
     call: Callable[..., Action | None]
     is_users: bool

@@ -133,7 +133,7 @@ class Checkpointer:
         run.log.spent("save", stall)
 
     def close(self) -> None:
-        """Wait for the current write. Every way out of a session calls this."""
+        """Wait for the current write. Every exit from a session calls this."""
         # Suppress errors: the error that ends the session is reported elsewhere, and earlier checkpoints remain valid.
         with contextlib.suppress(WhetError):
             self.collect(wait=True)
@@ -240,7 +240,7 @@ class Checkpointer:
                 writer.apply_retention(
                     folder,
                     acknowledged=step,
-                    keep=run.plan.keep,
+                    keep=run.plan.keep_checkpoints,
                     best=best,
                     total_steps=total_steps,
                     rejected=self._rejected,
@@ -262,7 +262,7 @@ class Checkpointer:
         return bool(self._run.group.broadcast(answer)) if self._is_sharded else answer
 
     def _check_disk_space(self, num_bytes: int, *, best: int | None) -> None:
-        needed, keep = max(num_bytes, self._last_bytes), self._run.plan.keep
+        needed, keep = max(num_bytes, self._last_bytes), self._run.plan.keep_checkpoints
         writer.free_disk_space(self._folder, num_bytes=needed, keep=keep, best=best, rejected=self._rejected)
         free = durable.free_bytes(self._folder)
         # Allow 5 % for file system overhead.
@@ -270,7 +270,7 @@ class Checkpointer:
             with durable.disk_errors("write", self._folder):
                 raise OSError(errno.ENOSPC, "not enough disk space")
 
-    # --- the end of a write ------------------------------------------------------------------------------------------
+    # --- completed writes --------------------------------------------------------------------------------------------
 
     def collect(self, *, wait: bool, is_last: bool = False) -> None:
         """Log the current write if it has ended. With `wait`, wait until it has."""
@@ -356,7 +356,7 @@ class Checkpointer:
         return load_newest(self._folder, self._run.model, self._run.group, run_id=self._info.run_id)
 
     def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
-        """Restore the whole run from a loaded checkpoint."""
+        """Restore model, optimizers, data position and progress from a loaded checkpoint."""
         step, snapshot, rejected = checkpoint
         verified = None if self._run.verification is None else self._run.verification.until
         restored = restore_run(snapshot, self._run, step=step, data=self._data_facts(), initial_state=self.initial)

@@ -19,6 +19,7 @@ from whet.plan.kernel_support import GROUP_NORM_ACTIVATION, SPAN_ATTENTION, atte
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.values import HALF_PRECISIONS
+from whet.plan.workload import OPTIMIZER_KERNELS
 from whet.step.ema import named_tensors
 from whet.step.optimizers import OptimizerChoice
 from whet.training.optimizer_set import OptimizerSet
@@ -31,7 +32,7 @@ _RESERVED_METRICS = {"kind", "time", "step", "weights"}
 _ONE_STEP_HINT = "for batch in session: session.step(loss, batch)"
 
 
-# --- arguments of the user --------------------------------------------------------------------------------------------
+# --- user arguments ---------------------------------------------------------------------------------------------------
 
 
 def check_model_and_optimizer(model: Any, optimizers: OptimizerSet) -> None:
@@ -75,7 +76,7 @@ def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
 
 def check_kernels(kernels: Any, optimizer: Mapping[str, str | None]) -> None:
     """Raise UsageError if the optimizer, as a workload describes it, does not support the requested kernels."""
-    if kernels == "yours" and not optimizer:
+    if kernels == "yours" and "optimizer" not in optimizer:
         raise UsageError(
             "the kernels of an optimizer that whet builds are not yours",
             got="optimizer_kernels=yours",
@@ -87,6 +88,11 @@ def check_kernels(kernels: Any, optimizer: Mapping[str, str | None]) -> None:
             f"your optimizer keeps its own kernels: {obstacle}",
             got=f"optimizer_kernels={kernels}",
             try_="no optimizer_kernels, or optimizer_kernels=yours",
+        )
+    built = optimizer.get("built_optimizer")
+    if kernels == "fused" and built is not None and "fused" not in OPTIMIZER_KERNELS.get(built, "fused"):
+        raise UsageError(
+            f"{built} has no fused kernels", got="optimizer_kernels=fused", try_="optimizer_kernels=foreach or loop"
         )
 
 
@@ -103,7 +109,7 @@ def check_several_optimizers(optimizers: OptimizerSet, training: TrainingConfig,
         )
     if num_ranks > 1:
         raise UsageError(
-            "several optimizers run in one process", got=f"{number}, {num_ranks} processes", try_="--nproc 1"
+            "several optimizers require a single process", got=f"{number}, {num_ranks} processes", try_="--nproc 1"
         )
 
 
@@ -128,7 +134,7 @@ def check_goal_is_evaluated(
     if watching and (goal is None or not is_evaluated):
         missing = "a goal" if is_evaluated else "val"
         raise UsageError(
-            f"{watching[0]} watches the goal, and none is evaluated",
+            f"{watching[0]} needs a goal metric, but none is evaluated",
             got=f"{watching[0]} without {missing}",
             try_=hint,
         )
@@ -143,7 +149,7 @@ def parse_allow(allow: object) -> tuple[str, ...]:
     return names
 
 
-# --- session usage ---------------------------------------------------------------------------------------------------
+# --- use of a session ------------------------------------------------------------------------------------------------
 
 
 def optimizer_name(optimizers: OptimizerSet, name: str | None, every: int) -> str:
@@ -172,7 +178,7 @@ def check_no_closure(optimizer: Optimizer) -> None:
 
 
 def check_one_optimizer(optimizer: Any) -> None:
-    """Raise UsageError for what only a custom loop can train: several optimizers, or repeated loss evaluations."""
+    """Raise UsageError for training that requires a custom loop: several optimizers, or an optimizer with a closure."""
     if isinstance(optimizer, Mapping):
         raise UsageError(
             "whet.train makes one step for each batch",
@@ -183,18 +189,18 @@ def check_one_optimizer(optimizer: Any) -> None:
 
 
 def manual_loss(_: Any) -> NoReturn:
-    """Stand in for the loss of manual steps, which only the custom loop can compute. Always raise UsageError."""
+    """Raise UsageError. A placeholder for the loss of manual steps, which only the user's loop can compute."""
     raise UsageError(
-        "this command needs a loss function, and the training makes manual steps",
+        "this command needs a loss function, but the run uses manual steps",
         got="session.manual",
-        try_="whet prove, which repeats the whole training; or session.step(loss, batch)",
+        try_="whet prove, which repeats the whole run; or session.step(loss, batch)",
     )
 
 
 def check_manual(training: TrainingConfig, group: RankGroup) -> None:
     """Raise UsageError for options that have no effect on manual steps."""
     if not group.is_single_process:
-        raise UsageError("manual steps run in one process", got=f"{group.ranks.size} processes", try_="--nproc 1")
+        raise UsageError("manual steps require a single process", got=f"{group.ranks.size} processes", try_="--nproc 1")
     if training.ema:
         raise UsageError("ema=True needs session.step", got="a manual step", try_="ema=False")
     if training.clip is not None:
@@ -208,7 +214,7 @@ def check_manual(training: TrainingConfig, group: RankGroup) -> None:
 def eval_mode_error(step: int) -> UsageError:
     """Return the error for an evaluation that left the model in eval mode; a plain loop calls train() in each epoch."""
     return UsageError(
-        "the model is in eval mode: it would train without dropout, and BatchNorm would keep its statistics",
+        "the model is in eval mode: it would train without dropout, and BatchNorm would not update its statistics",
         got=f"model.eval() before step {step:,}",
         try_="model.train() after your evaluation, or session.evaluate(...), which restores the mode",
     )
@@ -297,17 +303,17 @@ def check_micro_batch(plan: Plan, training: TrainingConfig) -> None:
     if not plan.workload.has_batchnorm or training.split_batch is True or not isinstance(micro, int) or micro >= share:
         return
     raise UsageError(
-        f"micro_batch={micro} would change the training",
+        f"micro_batch={micro} would change what is trained",
         got="BatchNorm, whose statistics would be those of a micro-batch",
         try_="no micro_batch; or split_batch=True if that is what you want",
     )
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
+# --- training on several ranks ----------------------------------------------------------------------------------------
 
 
 def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, ranks: RankInfo) -> None:
-    """Raise UsageError if several ranks cannot run this training, or if its result would depend on their number."""
+    """Raise UsageError if several ranks cannot train this model together, or if the result would depend on their number."""
     if ranks.is_single_process:
         return
     check_not_mps(ranks.size, device=plan.device, is_mac=False)
@@ -315,7 +321,7 @@ def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, ranks: RankIn
     if plan.workload.has_batchnorm:
         raise UsageError(
             "BatchNorm takes its statistics over the samples of one process",
-            got=f"{number}; another number of them would be another training",
+            got=f"{number}; a different number would change what is trained",
             try_="one process; or a model with GroupNorm or LayerNorm",
         )
     if any(getattr(module, "is_memory", False) for module in model.modules()):
@@ -351,7 +357,10 @@ def check_ranks_agree(
     source: AbstractSource,
     training: TrainingConfig,
 ) -> None:
-    """Raise UsageError on all ranks if the model, data or options differ on one of them: the loss would not show it."""
+    """Raise UsageError on all ranks if the model, data or options differ on one of them.
+
+    The loss would not reveal such a difference.
+    """
     if group.is_single_process:
         return
     schedule = training.schedule

@@ -162,7 +162,8 @@ class Evaluator:
                 plan,
                 global_batch_size=size * share.size,
                 share=share,
-                # A DataLoader has its own collate function. Other data is collated like the training data.
+                # A DataLoader has its own collate function. All other data uses the collate function of the training
+                # data.
                 collate_fn=self._run.config.training.collate_fn,
                 pad_token_id=pad_token_id(self._run.model),
             )

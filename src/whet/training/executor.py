@@ -32,7 +32,6 @@ from whet.training.notebook import describe_held_memory, name_held_memory
 from whet.training.splitting import BatchSplitting
 from whet.training.start_checks import StartChecks, uncompiled_plan
 from whet.training.workload import calls_attention, measure_activation_bytes, preserve_loss_modules
-from whet.verify.start.causality import use_explicit_masks
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
@@ -58,8 +57,6 @@ class Executor:
         self._evaluator = Evaluator(run)
         self._exit_stack.callback(self._evaluator.close)
         # Apply this here rather than at the first step, because an evaluation may run earlier.
-        if plan.causal_mask == "explicit":
-            self._exit_stack.enter_context(use_explicit_masks())
         self._exit_stack.enter_context(apply_kernels(plan, run.model, run.device))
         if plan.freed_memory == "kept":
             self._exit_stack.enter_context(run.device.memory.keep_freed())
@@ -71,12 +68,13 @@ class Executor:
         self.splitting = BatchSplitting(run)
         self.moved_from: str | None = None
         """The kind of device before the resume; None if it has not changed."""
-        self._is_ready = False
+        self.is_ready = False
+        """Whether the model has been verified and compiled, so that the plan is in force."""
         self._has_stepped = False
         self._oom_step: int | None = None
 
     def close(self) -> None:
-        """Undo all changes to the model except those made by training."""
+        """Undo the changes to the model that the plan required, such as layout and hooks."""
         self._exit_stack.close()
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -129,7 +127,7 @@ class Executor:
         return guard.first_non_finite is None
 
     def expect_changes(self) -> None:
-        """Reset the rollback snapshot, because something other than a step has changed the model."""
+        """Reset the rollback snapshot, because code outside of a step may have changed the model."""
         self._rollback = StepRollback(self._run.stepper.model, self._run.device)
 
     def _run_step(
@@ -287,7 +285,7 @@ class Executor:
 
     def prepare(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str) -> None:
         """Run the checks that precede the first step, and the first step of each optimizer and loss."""
-        is_first = not self._is_ready
+        is_first = not self.is_ready
         if is_first:
             with preserve_loss_modules(loss, self._run.model):
                 self._prepare(loss, batch, number=number)
@@ -323,7 +321,7 @@ class Executor:
             )
             if plan is not run.plan:
                 run.use_plan(plan)
-        self._is_ready = True
+        self.is_ready = True
 
     def _check_attention_is_used(self, loss: MicroLoss, batch: GlobalBatch) -> None:
         run = self._run
@@ -382,7 +380,7 @@ class Executor:
             )
 
     def _used(self) -> tuple[object, ...]:
-        """Return what training needs in memory, as opposed to objects that earlier notebook cells hold."""
+        """Return the objects that training needs in memory, in contrast to those that earlier notebook cells hold."""
         return self._run.model, self._run.stepper.optimizer, self._run.config.data
 
     def _reduce_memory(self, problem: str, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
@@ -394,7 +392,7 @@ class Executor:
         run = self._run
         if number != self._oom_step:
             self._oom_step = number
-            held = describe_held_memory(self._used(), device=run.device.kind)
+            held = describe_held_memory(self._used(), device=run.device)
             action = "garbage collected, the step is repeated" + (f"; {held}" if held else "")
             run.log.event("oom", step=number, reason=problem, action=action)
             return
@@ -414,7 +412,7 @@ class Executor:
                 whole_reason=whole_reason,
             )
         except InsufficientMemoryError as error:
-            raise name_held_memory(error, self._used(), device=run.device.kind) from None
+            raise name_held_memory(error, self._used(), device=run.device) from None
         run.use_plan(plan)
         action = f"micro-batch {run.plan.micro_batch} instead of {before.micro_batch}"
         if run.plan.activation_checkpointing != before.activation_checkpointing:

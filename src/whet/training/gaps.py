@@ -65,7 +65,10 @@ class GapDetector:
         self._before = self._fingerprints(dict(self._roots()))
 
     def add_loss(self, loss: Any) -> None:
-        """Take fingerprints of what a loss refers to, before its first call. Known code objects are skipped."""
+        """Take fingerprints of the objects that a loss refers to, before its first call.
+
+        Known code objects are skipped.
+        """
         code = getattr(getattr(loss, "__func__", loss), "__code__", None)
         # A partial or an object with __call__ may also be recreated in each step.
         key = loss_code(loss) if code is None else code
@@ -78,7 +81,7 @@ class GapDetector:
         self._before |= self._fingerprints({self._loss_label(key): [(_name_of(loss), loss)]})
 
     def check(self) -> None:
-        """Report each change that checkpoints do not save, once."""
+        """Compare fingerprints, and report each change that checkpoints do not save once."""
         if not self._before:
             # Nothing has been trained yet.
             return
@@ -124,7 +127,7 @@ class GapDetector:
         run = self._run
         known = {id(part): part for part in (run, run.config, *run.model.modules())}
         known |= {id(tensor): tensor for tensor in (*run.model.parameters(), *run.model.buffers())}
-        # Include these objects only, not those they refer to: an optimizer hook can lead anywhere.
+        # Include these objects only, not those they refer to: from an optimizer hook, any object may be reachable.
         known |= {id(saved): saved for saved in self._saved_objects()}
         known |= reachable(run.registered.objects.values())
         named = (*run.model.named_modules(), *run.model.named_parameters(), *run.model.named_buffers())
@@ -156,7 +159,7 @@ class GapDetector:
         yield from (one for one in schedules if isinstance(one, LRScheduler))
         data = run.config.data
         if hasattr(data, "state_dict") or isinstance(data, DataLoader):
-            # The sampler and the collate function are separate roots.
+            # Do not yield the sampler and the collate function too, because they are separate roots.
             yield data
 
     def _roots(self) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
@@ -256,7 +259,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _names_set_by_epoch(loader: DataLoader[Any]) -> set[str]:
-    """Return the names of what `set_epoch` changes in a sampler.
+    """Return the names of the attributes that `set_epoch` changes in a sampler.
 
     A resumed run calls it too, so none of this is lost.
     """

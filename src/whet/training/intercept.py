@@ -58,7 +58,7 @@ class Interception:
         self.is_ended = False
 
     def redirect(self, config: "RunConfig") -> "RunConfig":
-        """Return the config that replaces the config of a session."""
+        """Return the config that a session must use instead of its own."""
         segment = self._segment
         if segment is None or self._owner is not None:
             # Only the first session is part of the proof. Others, such as one nested in it, write nothing.
@@ -136,4 +136,8 @@ def segment_changes(max_steps: int | None, eval_every: int | str, *, steps: int)
 def check_fixed_batch() -> None:
     """Raise UsageError for global_batch_size="auto" in a function that is proved or measured."""
     if _active is not None:
-        raise UsageError("this needs a fixed batch size", got='global_batch_size="auto"', try_="global_batch_size=N")
+        raise UsageError(
+            "a proof or a measurement of a script needs a fixed global batch size",
+            got='global_batch_size="auto"',
+            try_="global_batch_size=N",
+        )

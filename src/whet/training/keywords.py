@@ -52,7 +52,7 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionKeywords:
-    """The keywords of one call, as `Session`, `train` and `tune` pass them on."""
+    """The keywords of a call of `Session`, `train` or `tune`, as one value."""
 
     training: Mapping[str, Any] = field(default_factory=dict)
     """The options declared in config/options.py, before validation: global_batch_size may be "auto"."""

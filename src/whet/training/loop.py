@@ -41,7 +41,7 @@ VAL_LOSS = "val_loss"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """The result of a call of `train`."""
+    """The result of `train`: final step, metrics, run folder and the reason why it ended."""
 
     path: Path | None
     """The run folder; None if nothing was written."""
@@ -241,7 +241,7 @@ def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, v
 
 
 def describe_result(result: TrainResult) -> str:
-    """Return the line that is printed at the end of a training run."""
+    """Format the result of `train` as the line that is printed at the end."""
     metrics = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
     where = f"; whet report {shell_path(result.path)} shows the run" if result.path else ""
     return f"train: {result.reason} at step {result.step:,}{metrics}{where}"

@@ -47,4 +47,8 @@ def progress_callback(on_event: EventHandler | None) -> ProgressCallback | None:
 def check_rereadable(data: Any) -> None:
     """Raise UsageError for an iterable dataset: measuring would consume samples that training needs."""
     if not is_rereadable(data):
-        raise UsageError("a stream cannot be measured", got=type(data).__name__, try_="tensors or a map-style dataset")
+        raise UsageError(
+            "an iterable dataset cannot be used for measuring",
+            got=type(data).__name__,
+            try_="tensors or a map-style dataset",
+        )

@@ -62,16 +62,16 @@ class ModelCheck:
 
     @property
     def shapes(self) -> list[Any]:
-        """The shapes for which the results are valid."""
+        """The input shapes for which the results of the checks are valid."""
         return [micro_batch_shapes(self._small), micro_batch_shapes(self._whole)]
 
     def run_checks(self, precision: str) -> ModelCheckResult:
-        """Run all checks in the given precision."""
+        """Check causality, parity with the CPU and repeatability in the given precision."""
         model, device, outputs = self._run.model, self._run.device, self._run.config.outputs
         messages, is_complete = [], True
         precision = device_parity.compute_precision(model, precision)
         leak = parity = None
-        if device.kind != "cpu":
+        if not device.is_cpu:
             parity, difference, problem = self._compare_with_cpu(precision)
             messages += [problem or str(parity)]
             is_complete = problem is None
@@ -84,12 +84,12 @@ class ModelCheck:
             is_complete = is_complete and problem is None
         if parity is not None:
             messages += [difference or "the same bits twice"]
-            if difference and device.kind == "cuda":
-                messages[-1] += " (CUDA adds in any order; not with deterministic=on)"
+            if difference and device.adds_in_any_order:
+                messages[-1] += f" ({device.kind.upper()} adds in any order; not with deterministic=on)"
         return ModelCheckResult(leak=leak, parity=parity, messages=tuple(messages), is_complete=is_complete)
 
     def _compare_with_cpu(self, precision: str) -> tuple[device_parity.DeviceParity | None, str | None, str | None]:
-        """Compare the loss and gradients with those of the CPU, and a second pass with the first.
+        """Compare the loss and gradients of the device with those of the CPU, and those of two passes on the device.
 
         Return the parity, the difference between the two passes if there is one, and the problem if the check failed to
         run.

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from whet.base.errors import InsufficientMemoryError
 from whet.base.units import format_bytes
+from whet.device.abstract import AbstractDevice
 from whet.training.callbacks.progress import notebook_shell
 
 _MIN_BYTES = 10 * 1024**2
@@ -18,17 +19,18 @@ _MAX_DEPTH = 3
 """Maximum depth to which lists, dicts and datasets are searched for tensors."""
 
 
-def held_by_cells(used: Iterable[Any], *, device: str) -> dict[str, int]:
+def held_by_cells(used: Iterable[Any], *, device: AbstractDevice) -> dict[str, int]:
     """Return the bytes of device memory that each notebook variable holds, largest first; empty outside notebooks.
 
-    Tensors in `used`, which training needs, are not counted. On devices that share the host's memory ("cpu", "mps"),
-    tensors of every device count. Cached cell results are named Out[N].
+    Tensors in `used`, which training needs, are not counted. On devices that share the host's memory, tensors of every
+    device count. Cached cell results are named Out[N].
     """
     shell = notebook_shell()
     if shell is None:
         return {}
     seen = {_key(tensor) for value in used for tensor in _tensors(value)}
     sizes: dict[str, int] = {}
+    shares_memory = device.is_cpu or device.memory.is_shared_with_host
     names = {name: value for name, value in shell.user_ns.items() if not name.startswith("_")}
     names |= {f"Out[{number}]": value for number, value in dict(shell.user_ns.get("Out", {})).items()}
     for name, value in names.items():
@@ -36,7 +38,7 @@ def held_by_cells(used: Iterable[Any], *, device: str) -> dict[str, int]:
             continue
         held = 0
         for tensor in _tensors(value):
-            is_there = device in ("cpu", "mps") or tensor.device.type == device
+            is_there = shares_memory or tensor.device.type == device.kind
             if is_there and _key(tensor) not in seen:
                 seen.add(_key(tensor))
                 held += tensor.untyped_storage().nbytes()
@@ -45,14 +47,16 @@ def held_by_cells(used: Iterable[Any], *, device: str) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def describe_held_memory(used: Iterable[Any], *, device: str) -> str:
+def describe_held_memory(used: Iterable[Any], *, device: AbstractDevice) -> str:
     """Return a sentence such as "earlier cells hold old_model (1.2 GB)"; empty if they hold nothing."""
     held = held_by_cells(used, device=device)
     shown = ", ".join(f"{name} ({format_bytes(size)})" for name, size in list(held.items())[:_MAX_NAMES])
     return f"earlier cells hold {shown}" if held else ""
 
 
-def name_held_memory(error: InsufficientMemoryError, used: Iterable[Any], *, device: str) -> InsufficientMemoryError:
+def name_held_memory(
+    error: InsufficientMemoryError, used: Iterable[Any], *, device: AbstractDevice
+) -> InsufficientMemoryError:
     """Return the error extended by variables of earlier cells that hold memory; unchanged if there are none."""
     used = tuple(used)
     held = held_by_cells(used, device=device)

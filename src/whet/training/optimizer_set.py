@@ -21,7 +21,7 @@ AnyOptimizer = Optimizer | OptimizerChoice
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSet:
-    """The optimizers as the user passed them."""
+    """The optimizers of a run, as passed by the user."""
 
     main: AnyOptimizer
     main_name: str = ""
@@ -40,7 +40,7 @@ class OptimizerSet:
 
 
 def as_module(model: Any) -> Any:
-    """Combine several models into one module: a dict or list of modules becomes a container that holds them."""
+    """Combine several models into one module: a dict becomes an nn.ModuleDict, and a list an nn.ModuleList."""
     if isinstance(model, Mapping) and model and all(isinstance(part, nn.Module) for part in model.values()):
         return _in_mode(nn.ModuleDict(dict(model)))
     if isinstance(model, list | tuple) and model and all(isinstance(part, nn.Module) for part in model):
@@ -49,7 +49,7 @@ def as_module(model: Any) -> Any:
 
 
 def _in_mode(container: nn.Module) -> nn.Module:
-    # A new container is in training mode, regardless of its parts. It must not hide that they are in eval mode.
+    # A new container is in training mode even if its parts are in eval mode, so set its mode from its parts.
     container.training = all(part.training for part in container.children())
     return container
 
@@ -121,14 +121,14 @@ def check_schedules(training: TrainingConfig, optimizers: OptimizerSet) -> None:
     is_known = any(getattr(schedule, "optimizer", None) is one for one in optimizers.torch_optimizers.values())
     if isinstance(schedule, LRScheduler) and optimizers.others and not is_known:
         raise UsageError(
-            "the scheduler belongs to another optimizer",
+            "the scheduler belongs to a different optimizer",
             got=f"{type(schedule).__name__} over an optimizer that the session does not know",
             try_="schedule={name: scheduler} over the optimizers of the session",
         )
 
 
 class RatesByName(LearningRates):
-    """The learning rates of several optimizers."""
+    """The learning rate schedules of several optimizers, by name."""
 
     def __init__(self, rates: Mapping[str, LearningRates]) -> None:
         self._rates = dict(rates)

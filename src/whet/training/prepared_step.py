@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,13 +79,17 @@ class LocalPreparedStep:
         # denormal numbers, which are slow to compute with.
         set_learning_rate(built.stepper.optimizer, 0.0, built.base_rates)
 
-    def check(self) -> None:
-        """Raise ProbeFailedError if the compiled model differs from eager execution, or was not compiled at all."""
+    def check(self, *, seconds: float) -> None:
+        """Raise ProbeFailedError if the compiled model differs from eager execution, or was not compiled at all.
+
+        The limit of `seconds` is enforced by a separate process or, in this process, by an alarm.
+        """
         if self._compiled is None or skip_reason(self.plan) is not None:
             return
         model, loss, device = self._bench.model, self._bench.loss, self._built.device
         may_slice = self.plan.workload.whole_batch_reason is None
-        with probe_errors(), self._applied():
+        limit = nullcontext() if self._bench.may_compile else compile_limit(seconds)
+        with probe_errors(), limit, self._applied():
             micro = next(self._built.split(self._bench.batch(0)))
             parity, _ = run_check(
                 lambda: compare_compiled_with_eager(

@@ -79,7 +79,7 @@ class State:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields that a checkpoint saves."""
+        """Return the progress as the dict that a checkpoint saves."""
         return {**{name: getattr(self, name) for name in self._SAVED}, "position": asdict(self.position)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ class State:
         if values["best_score"] is not None and self.goal not in (None, values["goal"]):
             # Scores of two different goals cannot be compared: early stopping and the best checkpoint would be wrong.
             raise UsageError(
-                "the run was started with another goal",
+                "the run was started with a different goal",
                 got=f"{self.goal}; the run has {values['goal']}",
                 try_="the same goal, mode and evaluation, or another run folder",
             )
@@ -134,7 +134,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BestStep:
-    """The best evaluation of the goal."""
+    """The step and the value of the best evaluation of the goal metric."""
 
     step: int
     """The optimizer step of the evaluation."""

@@ -25,7 +25,7 @@ It is lower than every signal number, so a signal on any rank wins the max-reduc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgreedAction:
-    """The merged decision of all ranks after a step."""
+    """The actions of all ranks after a step, merged."""
 
     action: Action
     is_non_finite: bool = False
@@ -45,7 +45,7 @@ class RankSync:
         self._next_step = 0
 
     def is_due(self, step: int) -> bool:
-        """Return whether all ranks synchronize after this step."""
+        """Return whether a synchronization of all ranks is due after this step."""
         return step >= self._next_step
 
     def agree(self, step: int, action: Action, *, is_non_finite: bool, has_failed: bool) -> AgreedAction:

@@ -148,7 +148,7 @@ class PlainState:
         return obj.getstate() if isinstance(obj, random.Random) else obj
 
     def load_state_dict(self, state: Any) -> None:
-        """Change the object in place to match the state."""
+        """Replace the content of the object in place by the saved state."""
         obj = self._obj
         if isinstance(obj, np.random.Generator):
             # With a different seed, the resume is reported as not bit-exact, because the states are compared afterward.

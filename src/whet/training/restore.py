@@ -19,6 +19,7 @@ from whet.checkpoint.snapshot import Snapshot
 from whet.checkpoint.snapshot_restore import MOVE_CHECKPOINT, restore_registered, restore_snapshot
 from whet.device.abstract import AbstractDevice
 from whet.plan.plan import Plan
+from whet.plan.values import names_of
 from whet.run.event import INCIDENT_KINDS
 from whet.run.events import History
 from whet.run.folder import Run
@@ -27,36 +28,13 @@ from whet.training.state_check import restored_differences
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
-_ROUNDING_SETTINGS = (
-    "precision",
-    "loss_scaling",
-    "micro_batch",
-    "lengths",
-    "optimizer_kernels",
-    "compile",
-    "graph",
-    "layout",
-    "attention",
-    "norms",
-    "causal_mask",
-)
-"""Settings of the plan that affect rounding or the order of sums, and therefore the last bits of the result."""
-
-
-_CPU_VARIABLES = ("MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE")
-_CUDA_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
-"""Environment variables that change the last bits and that no setting of the plan covers.
-
-OMP_NUM_THREADS and MKL_NUM_THREADS are not included: their effect is recorded as `threads`.
-"""
-
 
 def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) -> dict[str, EnvironmentValue]:
     """Return everything, apart from the training options, that affects the last bits of the result."""
     accelerator = plan.machine.accelerator(device.kind)
     system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.system()
     return {
-        **{name: plan.settings[name].value for name in _ROUNDING_SETTINGS},
+        **{name: plan.settings[name].value for name in names_of(lambda setting: setting.is_rounding)},
         "whet": VERSION,
         "torch": str(torch.__version__),
         "numpy": np.__version__,
@@ -71,7 +49,7 @@ def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) 
         "matmul_precision": torch.get_float32_matmul_precision(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        **{name: env.read(name) for name in _CPU_VARIABLES + (_CUDA_VARIABLES if device.kind == "cuda" else ())},
+        **{name: env.read(name) for name in device.rounding_variables},
     }
 
 
@@ -111,7 +89,7 @@ def describe_exactness(reasons: list[str], missing: list[str], device: AbstractD
     """
     if reasons:
         return "not bit-exact: " + "; ".join([*reasons, *missing])
-    is_deterministic = device.kind == "cpu" or torch.are_deterministic_algorithms_enabled()
+    is_deterministic = device.is_cpu or torch.are_deterministic_algorithms_enabled()
     kernels = [] if is_deterministic else [f"kernels of {device.kind} may round differently each time"]
     if is_custom_loop:
         return "; ".join([CUSTOM_LOOP, *missing, *kernels])
@@ -132,7 +110,7 @@ def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredRun:
-    """The result of `restore_run`."""
+    """The report of a resume: why it is not bit-exact, missing state, changed code and its event fields."""
 
     reasons: list[str]
     """The reasons why the run is not bit-exact from here on; empty if it is."""
@@ -237,7 +215,7 @@ def _hyperparameter_changes(snapshot: Snapshot, run: "RunContext") -> tuple[Mapp
 
 def _structure_error(error: Exception) -> WhetError:
     got = f"{type(error).__name__} {error}"
-    return WhetError("the checkpoint's progress has another structure", got=got, try_=MOVE_CHECKPOINT)
+    return WhetError("the checkpoint's progress has an unknown structure", got=got, try_=MOVE_CHECKPOINT)
 
 
 def _data_changes(saved: CheckpointInfo, now: Mapping[str, Any], allow: Collection[str]) -> list[str]:

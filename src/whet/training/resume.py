@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.device.open import current_machine
-from whet.plan.environment import FINAL_SETTINGS
 from whet.plan.plan import Plan, make_plan, read_plan
 from whet.plan.setting import Scalar, Setting
+from whet.plan.values import names_of
 from whet.run.event import SESSION_START_KINDS, Event
 from whet.run.events import History
 from whet.run.folder import CHECKPOINTS, RUN_FILE, Run, foreign_files, open_run
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 GROWABLE_KEYS = ("epochs", "max_steps")
 """Options that may be increased when a run resumes; None counts as the largest value."""
 
-# A resumed run takes these settings from the new call rather than from the saved plan.
-_FREE_SETTINGS = ("on_heat", "verify", "freed_memory")
+_FREE_SETTINGS = names_of(lambda setting: setting.may_change)
 FREE_KEYS = ("epochs_per_session", "verify_resume", *_FREE_SETTINGS)
 """Options that may change when a run resumes."""
 
@@ -119,7 +118,7 @@ def decide_resume(requested: "RunConfig") -> ResumeDecision:
 
 def _forced_settings(saved: Plan, plan: Plan) -> dict[str, Setting]:
     """Return the current values of settings that the environment determines now, or did when the plan was made."""
-    now = {name: plan.settings[name] for name in FINAL_SETTINGS}
+    now = {name: plan.settings[name] for name in names_of(lambda setting: setting.is_final)}
     return {
         name: setting
         for name, setting in now.items()
@@ -132,10 +131,10 @@ def check_plan_fits(given: Plan, ours: Plan) -> None:
     changed = _plan_changes(given, ours)
     if given.workload.global_batch_size != ours.workload.global_batch_size:
         batches = f"global_batch_size {given.workload.global_batch_size}"
-        changed = f"{batches}; this training has {ours.workload.global_batch_size}"
+        changed = f"{batches}; this run has {ours.workload.global_batch_size}"
     if changed is not None:
         raise UsageError(
-            "the plan was made for another workload or machine", got=changed, try_="whet.tune(...) here, or no plan"
+            "the plan was made for a different workload or machine", got=changed, try_="whet.tune(...) here, or no plan"
         )
 
 
@@ -152,13 +151,15 @@ def check_unchanged(
         if key not in GROWABLE_KEYS:
             requested_text, saved_text = _differences(key, now, before)
             raise UsageError(
-                f"{where} was started with another {key}",
+                f"{where} was started with a different {key}",
                 got=f"{requested_text}; the run has {saved_text}",
                 try_=f"{saved_text} to resume, or another run folder for a new run" + _allow_hint(key),
             )
         if not _has_grown(before, now):
             raise UsageError(
-                f"{key} may only grow", got=f"{key}={now}; {where} has {key}={before}", try_="another run folder"
+                f"{key} may only be increased",
+                got=f"{key}={now}; {where} has {key}={before}",
+                try_="another run folder",
             )
 
 

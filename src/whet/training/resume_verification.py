@@ -26,7 +26,7 @@ _UNCOMPARED = ("the generator of ", "rng.", "progress.")
 
 
 def find_earlier(folder: Run, newest: int) -> store.LoadedCheckpoint | None:
-    """Load the checkpoint before the newest one; None if there is no readable one."""
+    """Load the second-newest checkpoint; None if it does not exist or cannot be read."""
     steps = [step for step in store.list_steps(folder.checkpoints) if step < newest]
     try:
         return store.load_newest(folder.checkpoints, run_id=folder.header.id, steps=steps)
@@ -52,7 +52,7 @@ class ResumeVerification(Callback):
         run.log.notify("resume", step=run.state.step, total_steps=run.state.total_steps, **fields)
 
     def after_step(self, state: State, outcome: "Outcome") -> Action:  # noqa: ARG002
-        """Request the save that triggers the comparison."""
+        """Request a save once the newest checkpoint's step is reached, which triggers the comparison."""
         return Action.SAVE if state.step == self.until and self._run.verification is self else Action.NONE
 
     def finish(self) -> None:

@@ -162,9 +162,9 @@ def _recorded_options(training: TrainingConfig, keywords: SessionKeywords) -> Ma
 
 
 def _describe_optimizer(optimizer: Optimizer | OptimizerChoice, model: nn.Module) -> dict[str, str | None]:
-    """Return the facts about the user's optimizer object that a plan needs."""
+    """Return the facts about the optimizer that a plan needs."""
     if not isinstance(optimizer, Optimizer):
-        return {}
+        return {"built_optimizer": optimizer.name}
     return {"optimizer": type(optimizer).__name__, "optimizer_obstacle": kernel_obstacle(optimizer, model)}
 
 

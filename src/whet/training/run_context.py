@@ -17,7 +17,7 @@ from whet.data.source import AbstractSource
 from whet.device.abstract import AbstractDevice
 from whet.device.random_streams import RandomStreams
 from whet.distributed.group import RankGroup
-from whet.plan.plan import Plan, make_plan
+from whet.plan.plan import Plan, keep_runtime_changes, with_more_facts
 from whet.run.events import History
 from whet.run.folder import Run, rewrite_parts
 from whet.step.apply_plan import (
@@ -140,7 +140,7 @@ class RunContext:
         return next(iter(self.source.micro_batches(batch, micro_batch=size, length_mode=self.plan.lengths)))
 
     def use_plan(self, plan: Plan) -> None:
-        """Switch to a changed plan and write it to the run folder."""
+        """Replace the run's plan, and write the new plan to the run folder."""
         self.plan = plan
         self.guard.has_scaler = self.stepper.scaler.is_enabled()
         self.watch_for_stalls()
@@ -148,18 +148,8 @@ class RunContext:
             rewrite_parts(self.folder, plan=plan.as_json())
 
     def plan_again(self, **facts: Any) -> None:
-        """Make a new plan from additional facts about the workload."""
-        plan = self.plan
-        self.use_plan(
-            make_plan(
-                plan.machine,
-                plan.workload.model_copy(update=facts),
-                overrides=plan.overrides,
-                measured=plan.measured,
-                system_state=plan.system_state,
-                trials=plan.trials,
-            )
-        )
+        """Make a new plan from additional facts about the workload. Settings that are in force stay as they are."""
+        self.use_plan(with_more_facts(self.plan, facts, is_started=self.executor.is_ready))
 
     def watch_for_stalls(self) -> None:
         """Inform the stall detector whether the model is compiled, since a new shape may then trigger a compilation."""
@@ -168,6 +158,7 @@ class RunContext:
     def replan(self, plan: Plan) -> None:
         """Apply a measured plan to a run with one optimizer, before its first step. Device and data stay the same."""
         self.executor.close()
+        plan = keep_runtime_changes(plan, earlier=self.plan)
         optimizer, training = self.stepper.optimizer, self.config.training
         self.layout.use(plan.layout, optimizer)
         set_process_settings(plan, self.device)
@@ -213,7 +204,7 @@ class RunContext:
             self.gaps.begin()
 
     def log_session(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Log the start or the resume of a session."""
+        """Log a `start` or `resume` event for the session."""
         goal: dict[str, Any] = {"goal": self.config.goal, "mode": self.config.mode}
         if len(self.steppers) > 1:
             goal["optimizers"] = list(self.steppers)
@@ -240,11 +231,11 @@ class RunContext:
         if self.group.is_rank_zero:
             newest = (e for e in History(self.folder).backwards(kinds=("eval",)) if e.step == self.state.step)
             is_logged = any(name.startswith(prefix) for event in newest for name in event.fields)
-        # Rank 0 decides: the other ranks may see its writes slightly later.
+        # Use the answer of rank 0, because other ranks may see its writes slightly later.
         return bool(self.group.broadcast(is_logged))
 
     def last_metrics(self) -> dict[str, float]:
-        """Return the metrics of the newest step from the run folder; empty if there are none."""
+        """Return the metrics that were logged at the newest step; empty if there are none."""
         metrics: dict[str, float] = {}
         if self.folder is not None and self.group.is_rank_zero:
             for event in History(self.folder).backwards(kinds=("eval",)):
@@ -268,7 +259,9 @@ class RunContext:
         if failure is not None:
             raise failure[1]
         rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
-        raise WhetError("a callback failed on another rank", got=f"rank {rank}: {message}", try_="see its traceback")
+        raise WhetError(
+            "a callback failed on another rank", got=f"rank {rank}: {message}", try_="see the traceback on that rank"
+        )
 
     def restore(self, checkpoint: store.LoadedCheckpoint) -> RestoredRun:
         """Restore the run from a checkpoint. Nothing is written."""

@@ -41,7 +41,7 @@ class LearningRateSchedule:
         self._reduction = 1.0
 
     def factor(self, step: int) -> float:
-        """Return the factor for a step."""
+        """Return the learning rate factor for a step, counted from 1."""
         return self._shape(step) * self._reduction
 
     def observe(self, score: float) -> None:
@@ -142,7 +142,7 @@ class LearningRates:
         """Raise UsageError if the schedule ends before the remaining `num_steps`; None means that number is unknown."""
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the hyperparameters, by name, in which the saved `initial` differs from those the user passed."""
+        """Describe the hyperparameters that the user has changed since the run was started, such as "lr 0.1 -> 0.3"."""
         return [] if self._is_left else hyperparameter_changes(saved, self._given)
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _compared_values(optimizer: Optimizer, rates: list[float]) -> list[dict[str,
 
 
 def _as_number(value: Any) -> Any:
-    # The plan determines whether a number is on the device.
+    # Compare tensors as numbers, because the plan determines whether a value is on the device.
     return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 

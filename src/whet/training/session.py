@@ -170,7 +170,7 @@ class Session:
         self._losses: dict[int, BatchLoss] = {}
         self._end_reason: str | None = None
 
-    # --- entering and leaving ----------------------------------------------------------------------------------------
+    # --- __enter__ and __exit__ --------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         """Set up the run. Invalid input raises before a new run folder is created."""
@@ -241,7 +241,7 @@ class Session:
     # --- the training loop -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        """Yield the remaining global batches and act on the requests of callbacks between them."""
+        """Yield the remaining global batches, and carry out the requests of callbacks in between."""
         self._entered_run()
         return self._loop.batches()
 

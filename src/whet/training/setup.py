@@ -42,7 +42,7 @@ from whet.step.apply_plan import (
     open_planned_source,
     place_model,
 )
-from whet.step.model_contexts import deterministic, large_heads
+from whet.step.model_contexts import large_heads
 from whet.step.non_finite_guard import NonFiniteGuard
 from whet.step.optimizer_kernels import kernel_obstacle
 from whet.step.step import Stepper
@@ -102,7 +102,6 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
     if checkpoint is not None and config.training.verify_resume and group.is_single_process:
         assert start.run is not None
         checkpoint = find_earlier(start.run, checkpoint.step) or checkpoint
-    exit_stack.enter_context(deterministic(plan.deterministic == "on"))
     run, fallback_reason = _build(config, plan, group, state, exit_stack)
     run.is_new = is_new
     if checkpoint is not None and newest is not None and checkpoint.step < newest:
@@ -339,7 +338,7 @@ def _own_callbacks(run: RunContext) -> list[Callback]:
         *([CheckpointSchedule(checkpointer, run.log, run.group)] if checkpointer is not None else []),
         *([EarlyStopping(training.patience)] if training.patience is not None else []),
         GarbageCollection(),
-        *([DeviceCache()] if run.plan.empty_cache == "as needed" else []),
+        *([DeviceCache()] if run.plan.empty_cache == "on" else []),
         CoreContention(),
         KeepAwake(),
         run.stop_signals,

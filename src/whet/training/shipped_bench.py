@@ -27,8 +27,8 @@ from whet.data.recorded import RecordedBatches
 from whet.device.open import open_device
 from whet.machine.pressure import read_system_state
 from whet.plan.plan import Plan, override, read_plan
+from whet.plan.values import names_of
 from whet.step.loss import LossFunction
-from whet.step.model_contexts import deterministic
 from whet.step.optimizers import OptimizerChoice
 from whet.training.step_bench import LocalStepBench
 from whet.training.training_config import TrainingConfig
@@ -41,15 +41,13 @@ _MAX_MEMORY_SHARE = 0.9
 """Fraction of the free host memory at which the process is killed, before the kernel kills another one."""
 _MAX_READ_SHARE = 0.5
 """If reading takes a larger fraction of a step, the data settings matter most, and only this process can try them."""
-_DATA_SETTINGS = ("workers", "prefetch", "worker_start_method", "data_location")
-"""Settings that the child process cannot try, because it has a few batches rather than the data."""
 
 
 class NotShippedError(WhetError):
     """Raised if the training run cannot be measured in another process. `reason` explains why."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__("the training cannot be sent to another process", got=reason, try_="measure=False")
+        super().__init__("the run cannot be sent to another process", got=reason, try_="measure=False")
         self.reason = reason
 
 
@@ -63,7 +61,6 @@ class ShippedTraining:
     batches: RecordedBatches
     training: TrainingConfig
     default_dtype: torch.dtype
-    is_deterministic: bool
 
 
 def shipped_bench(
@@ -97,9 +94,9 @@ def shipped_bench(
         batches=batches,
         training=training,
         default_dtype=torch.get_default_dtype(),
-        is_deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    fixed = {name: plan.settings[name].value for name in _DATA_SETTINGS}
+    # The child process has a few batches rather than the data.
+    fixed = {name: plan.settings[name].value for name in names_of(lambda setting: setting.is_data)}
     return ProcessStepBench(
         _TARGET,
         {"plan": override(plan, fixed).as_json(), "first_loss": first_loss.hex()},
@@ -119,18 +116,15 @@ def open_shipped(arguments: Mapping[str, Any], stream: IO[bytes]) -> Iterator[Lo
             raise NotShippedError(f"{type(error).__name__}: {error}"[:300]) from error
     plan = read_plan(arguments["plan"], where="the plan of the training process")
     torch.set_default_dtype(shipped.default_dtype)
-    with (
-        deterministic(shipped.is_deterministic),
-        LocalStepBench(
-            shipped.model,
-            shipped.optimizer,
-            shipped.batches,
-            shipped.training,
-            loss=shipped.loss,
-            plan=plan,
-            may_compile=True,
-        ) as bench,
-    ):
+    with LocalStepBench(
+        shipped.model,
+        shipped.optimizer,
+        shipped.batches,
+        shipped.training,
+        loss=shipped.loss,
+        plan=plan,
+        may_compile=True,
+    ) as bench:
         _check_first_loss(bench, float.fromhex(arguments["first_loss"]))
         yield bench
 
@@ -163,7 +157,7 @@ def _shippable(training: TrainingConfig, plan: Plan) -> TrainingConfig:
     return training.model_copy(update=changes)
 
 
-# --- the message ------------------------------------------------------------------------------------------------------
+# --- serialization ----------------------------------------------------------------------------------------------------
 
 
 def pack(shipped: ShippedTraining, *, max_bytes: int | None = None) -> list[bytes]:

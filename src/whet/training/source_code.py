@@ -82,12 +82,12 @@ class SourceCode:
         return self.observe("loss", [loss, *(part for part in used if type(part).__qualname__ not in model)])
 
     def state_dict(self) -> dict[str, Hashes]:
-        """Return the hashes by role."""
+        """Return the hashes of the code, by role such as "model" or "loss"."""
         # Return a copy, because the checkpoint is written in the background.
         return {role: {n: list(digests) for n, digests in hashes.items()} for role, hashes in self._hashes.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Iterable[str]]]) -> None:
-        """Add the hashes of a checkpoint. After a rollback, the hashes of this process are kept."""
+        """Load the hashes of a checkpoint, in addition to those of this process."""
         if not self._known:
             self._saved = {str(role): {str(n): [*d] for n, d in hashes.items()} for role, hashes in state.items()}
             self._restored = {role: {*hashes} for role, hashes in self._saved.items()}
@@ -98,7 +98,7 @@ class SourceCode:
 
 
 def model_classes(model: nn.Module) -> list[type]:
-    """Return the classes of a model and its submodules."""
+    """Return the classes of a model and its submodules, each once."""
     return list(dict.fromkeys(type(module) for module in model.modules()))
 
 

@@ -23,7 +23,7 @@ _MAX_SHAPES = 1000
 
 
 class _BatchSizes(NamedTuple):
-    """The sizes into which a plan splits batches."""
+    """The batch sizes of a plan, cached for one plan object."""
 
     plan: Plan
     micro_batch: int
@@ -55,7 +55,7 @@ class BatchSplitting:
             yield micro
 
     def count_shapes(self, micro: MicroBatch) -> None:
-        """Record the shapes of a micro-batch."""
+        """Record the shapes of a micro-batch, to count distinct shapes."""
         if len(self.shapes) < _MAX_SHAPES:
             self.shapes.add(micro_batch_shapes(micro))
 
@@ -75,12 +75,12 @@ class BatchSplitting:
         return self._sizes
 
     def use_whole_batches(self, reason: str) -> None:
-        """Make a new plan with whole batches if the plan splits them."""
+        """Switch to a plan with whole batches if the current one splits them."""
         if self._run.plan.micro_batch < self._run.plan.workload.global_batch_size:
             self.keep_whole(reason)
 
     def check(self, loss: MicroLoss, batch: GlobalBatch) -> None:
-        """Make a new plan with whole batches if the plan splits them and this loss does not allow it."""
+        """Switch to a plan with whole batches if the current one splits them and this loss does not allow that."""
         if self._is_split(batch) and (reason := self.obstacle(loss, batch)) is not None:
             self.keep_whole(reason)
 
@@ -154,11 +154,11 @@ class BatchSplitting:
         hint = "split_batch=True if the loss is a mean over samples; or return (sum of losses, weight)"
         if not run.group.is_single_process:
             raise UsageError(
-                "several processes would change the training: they split every batch", got=reason, try_=hint
+                "several processes would change what is trained: they split every batch", got=reason, try_=hint
             )
         micro = plan.overrides.get("micro_batch")
         if isinstance(micro, int) and micro < plan.workload.global_batch_size:
-            raise UsageError(f"micro_batch={micro} would change the training", got=reason, try_=hint)
+            raise UsageError(f"micro_batch={micro} would change what is trained", got=reason, try_=hint)
         if plan.workload.split_obstacle != reason:
             run.plan_again(split_obstacle=reason)
             self._unlogged = run.state.step, reason

@@ -15,23 +15,22 @@ import torch
 from whet.base.errors import UsageError, WhetError
 from whet.base.version import VERSION
 from whet.data.batch import GlobalBatch, MicroBatch, micro_batch_shapes
+from whet.device.environment import compiler_settings
 from whet.device.kernels.switches import use_torch_kernels
 from whet.device.mps import make_contiguous
 from whet.plan.plan import Plan, with_runtime_changes
 from whet.plan.setting import MeasuredSetting
+from whet.step.attention import use_explicit_masks
 from whet.step.loss import MicroLoss
 from whet.step.model_contexts import CompiledCalls, compile_obstacle
 from whet.step.step import Stepper
 from whet.step.unpadding import Unpadding, unpadding_obstacle
 from whet.training.model_check import ModelCheck, ModelCheckResult, run_check
 from whet.verify.start import cache, compiled
-from whet.verify.start.causality import use_explicit_masks
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
-_KERNEL_SETTINGS = ("attention", "norms")
-"""Settings whose value "whet" selects whet's own kernels."""
 _NOT_COMPARED = "not compared with the model's own code"
 
 
@@ -63,7 +62,7 @@ def fallbacks(result: ModelCheckResult, steppers: Sequence[Stepper], plan: Plan)
     def changed(value: str, reason: str) -> MeasuredSetting:
         return MeasuredSetting(value=value, reason=reason, evidence=evidence)
 
-    own = [name for name in _KERNEL_SETTINGS if plan.settings[name].value == "whet" and name not in plan.overrides]
+    own = [name for name in _whet_kernels(plan) if name not in plan.overrides]
     if own:
         yield Fallback(
             description=f"{' and '.join(own)} by torch's kernels instead of whet's",
@@ -100,7 +99,7 @@ def fallbacks(result: ModelCheckResult, steppers: Sequence[Stepper], plan: Plan)
 
 
 def _make_weights_contiguous(steppers: Sequence[Stepper]) -> AbstractContextManager[object]:
-    # Nothing has to be undone: the values of the weights are unchanged.
+    # This fallback is not undone, because it leaves the values of the weights unchanged.
     for stepper in steppers:
         make_contiguous(stepper.model, stepper.optimizer)
     return nullcontext()
@@ -129,7 +128,7 @@ class StartChecks:
         """Verify the model before step `step + 1` and return the plan to continue with. Raise if no fallback helps."""
         run, plan, kind = self.run, self.run.plan, self.run.device.kind
         prefix = "" if moved_from is None else f"moved from {moved_from} to {kind}; "
-        if kind == "cpu" and run.config.outputs is None:
+        if run.device.is_cpu and run.config.outputs is None:
             return plan
         why_not = skip_reason(plan)
         if why_not is not None:
@@ -165,7 +164,13 @@ class StartChecks:
         if obstacle is not None:
             self._log(f"not compiled: {obstacle}", start=start, step=step, error=None, **self._eager_since(step))
             return uncompiled_plan(plan, reason=obstacle, step=step)
-        key = self._cache_key(loss, shapes=micro_batch_shapes(micro), compile=plan.compile, threads=plan.threads)
+        key = self._cache_key(
+            loss,
+            shapes=micro_batch_shapes(micro),
+            compile=plan.compile,
+            threads=plan.threads,
+            compiler=compiler_settings(),
+        )
         before = cache.load_verified(key) if key and plan.verify == "on" else None
         with ExitStack() as undo:
             undo.enter_context(CompiledCalls(model, plan).in_use())
@@ -196,7 +201,7 @@ class StartChecks:
                     cache.store_verified(key, str(parity))
                 self._log(f"compiled: {problem or parity}", start=start, step=step, error=error)
                 return plan
-        reason = str(parity) if is_unusable else "on another rank it computes something else, or is not compiled"
+        reason = str(parity) if is_unusable else "its results differ on another rank, or it is not compiled there"
         error = parity.error if parity is not None and math.isfinite(parity.error) else None
         self._log(f"not compiled: {reason}", start=start, step=step, error=error, **self._eager_since(step))
         return uncompiled_plan(plan, reason=reason, step=step)
@@ -237,7 +242,7 @@ class StartChecks:
                 )
                 self._log(f"unpadded: {agreed}", start=start, step=step, error=None)
                 return plan
-        reason = reason or "on another rank it computes something else"
+        reason = reason or "its results differ on another rank"
         self._log(f"padding is computed: {reason}", start=start, step=step, error=None)
         evidence = {"requested": plan.lengths, "step": step}
         return with_runtime_changes(plan, {"lengths": MeasuredSetting(value="fixed", reason=reason, evidence=evidence)})
@@ -274,9 +279,7 @@ class StartChecks:
         hints = []
         if precision != "fp32" and "precision" in plan.overrides:
             hints.append(f"precision=fp32 instead of the precision={precision} that you asked for")
-        requested = [
-            name for name in _KERNEL_SETTINGS if plan.settings[name].value == "whet" and name in plan.overrides
-        ]
+        requested = [name for name in _whet_kernels(plan) if name in plan.overrides]
         hints += [f"{name}=torch instead of the {name}=whet that you asked for" for name in requested]
         if result.leak is not None:
             what = f"the model is not causal on {kind} in {precision}"
@@ -284,11 +287,11 @@ class StartChecks:
                 hints.append("causal_mask=explicit instead of the causal_mask=flag that you asked for")
             hints.append("a causal mask in every layer that mixes positions")
         else:
-            what = "the model computes something else on this device"
+            what = "the model computes different results on this device"
             hints.append("whet compare finds the operator")
         if moved_from is not None:
             hints.append(f"--device {moved_from} to resume there")
-        if kind != "cpu":
+        if not self.run.device.is_cpu:
             hints.append("--device cpu")
         return ModelCheckError(what, got=f"{prefix}{result}{failed}", try_="; ".join([*hints, "or verify=off"]))
 
@@ -330,6 +333,11 @@ def uncompiled_plan(plan: Plan, *, reason: str, step: int) -> Plan:
     """Return the plan with compilation turned off from `step` on."""
     evidence = {"requested": plan.compile, "step": step}
     return with_runtime_changes(plan, {"compile": MeasuredSetting(value="off", reason=reason, evidence=evidence)})
+
+
+def _whet_kernels(plan: Plan) -> list[str]:
+    """Return the names of the settings that select whet's own kernels."""
+    return [name for name, setting in plan.settings.items() if setting.value == "whet"]
 
 
 def skip_reason(plan: Plan) -> str | None:

@@ -121,7 +121,7 @@ def _raise_if_different(names: Sequence[str], how: str) -> None:
 
 def _round_trip_error(what: str, got: str) -> UsageError:
     return UsageError(
-        f"the state of this training does not survive a checkpoint: {what}",
+        f"the state of this run cannot be restored from a checkpoint: {what}",
         got=got,
         try_="a load_state_dict that restores what state_dict returns; or run=None to train without checkpoints",
     )

@@ -28,6 +28,7 @@ from whet.data.source import AbstractSource
 from whet.device.abstract import AbstractDevice
 from whet.device.contention import watch_contention
 from whet.device.cpu import preserve_num_threads
+from whet.device.environment import compiler_settings
 from whet.device.open import open_device
 from whet.device.rng import preserve_rng, seed_everything
 from whet.plan.plan import Plan, make_plan
@@ -134,7 +135,7 @@ class LocalStepBench:
         for device in self._floors:
             open_device(str(device)).device.memory.empty_cache()
 
-    # --- the interface of a search -----------------------------------------------------------------------------------
+    # --- interface for a search --------------------------------------------------------------------------------------
 
     def clock(self) -> float:
         return time.perf_counter()
@@ -205,7 +206,7 @@ class LocalStepBench:
             prepared.capture(seconds=seconds - prepared.preparation_seconds)
         return prepared
 
-    # --- for a bench in another process ------------------------------------------------------------------------------
+    # --- interface for a bench in another process --------------------------------------------------------------------
 
     def first_loss(self) -> float:
         """Return the loss of the first micro-batch under the plan from rules, without compiling or updating.
@@ -227,7 +228,7 @@ class LocalStepBench:
             return float((total if weight is None else total / clamp_weight(weight)).detach())
 
     def record(self) -> tuple[RecordedBatches, float]:
-        """Return the batches that the steps cycle through, and the seconds that it takes to read one of them."""
+        """Return the batches that the timed steps cycle through, and the seconds for reading one batch."""
         source, seconds = self._source(self.plan), []
         workload, num_batches = self.plan.workload, NUM_BATCHES
         if workload.sample_bytes:
@@ -240,7 +241,7 @@ class LocalStepBench:
             before = time.perf_counter()
         return source.record(batches), 0.0 if source.is_in_memory else median(seconds)
 
-    # --- for prepared steps ------------------------------------------------------------------------------------------
+    # --- interface for prepared steps --------------------------------------------------------------------------------
 
     def batch(self, index: int) -> GlobalBatch:
         return self._batches[index % len(self._batches)]
@@ -265,7 +266,7 @@ class LocalStepBench:
             yield
 
     def floor(self, device: AbstractDevice) -> int:
-        """Return the bytes that were in use on a device before the model was moved there."""
+        """Return the bytes that were in use on a device before the model was moved to it."""
         place = device.torch_device
         if place not in self._floors:
             own = sum(tensor.nbytes for _, tensor in named_tensors(self.model) if tensor.device.type == place.type)
@@ -401,13 +402,17 @@ def _repeat_epochs(source: AbstractSource) -> Iterator[GlobalBatch]:
 
 
 def evidence_key(plan: Plan, model: nn.Module) -> dict[str, Any]:
-    """Return the cache key of measurements: machine, software, workload, overrides, parameters and module types."""
+    """Return the cache key of measurements: machine, software, workload, overrides, parameters and module types.
+
+    It contains the options of torch's compiler too, because compiling is one of the candidates.
+    """
     # The name of the workload differs between `whet plan train.py:main --measure` and `python train.py`.
     unnamed = plan.workload.model_copy(update={"batch": None, "recipe": ""})
     return {
         "machine": plan.machine.as_json(),
         "workload": unnamed.as_json(),
         "overrides": dict(plan.overrides),
+        "compiler": compiler_settings(),
         "model": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named_tensors(model)],
         "modules": sorted({type(module).__name__ for module in model.modules()}),
     }

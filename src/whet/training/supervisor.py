@@ -49,7 +49,7 @@ class KilledError(WhetError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingExit:
-    """The exit status of a training process."""
+    """The exit code of a training process, with the run folder and the step that it reported."""
 
     code: int
     """The exit code, or the negative signal number if a signal killed the process."""
@@ -120,12 +120,12 @@ def supervise(
             return 128 - ended.code
         if ended.was_measured:
             # The run has not begun, so nothing is lost. Start it without measuring, which may have caused the kill.
-            notify(f"the training was killed by {ended.killer} while plans were measured; it starts without measuring")
+            notify(f"the training process was killed by {ended.killer} during measuring; it restarts without measuring")
             arguments = [*command(None), "--no-measure"]
             continue
         if ended.run is None:
             raise KilledError(
-                "the training was killed before it began",
+                "the training process was killed before its first step",
                 got=ended.killer,
                 try_="the same command again",
                 code=ended.code,
@@ -133,14 +133,14 @@ def supervise(
         arguments = command(ended.run)
         if num_restarts == max_restarts:
             raise KilledError(
-                "the training was killed, and is not restarted",
+                "the training process was killed and is not restarted",
                 got=f"{ended.killer}, after {num_restarts} restarts; --max-restarts allows no more",
                 try_=f"to resume: {shlex.join(['whet', *arguments])}",
                 code=ended.code,
             )
         num_restarts += 1
         action = prepare_restart(ended.run, killer=ended.killer, is_first=num_restarts == 1, reported_step=ended.step)
-        notify(f"the training was killed by {ended.killer}; {action}")
+        notify(f"the training process was killed by {ended.killer}; {action}")
 
 
 def prepare_restart(run: Path, *, killer: str, is_first: bool, reported_step: int = 0) -> str:

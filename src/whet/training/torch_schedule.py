@@ -128,7 +128,8 @@ class TorchLearningRates(LearningRates):
 
     def _position(self) -> tuple[Any, ...]:
         """Return the rates and the counters of the scheduler, which only whet may change."""
-        # Do not read a tensor rate, which would wait for the device. The counters change in every step anyway.
+        # Do not read a tensor rate, which would wait for the device. The counters of the scheduler change in every step
+        # anyway.
         rates = [None if isinstance(rate := group["lr"], Tensor) else rate for group in self._optimizer.param_groups]
         return rates, [getattr(part, "last_epoch", None) for part in _parts(self._scheduler)]
 
@@ -215,7 +216,7 @@ def check_scheduler(training: TrainingConfig, optimizer: Optimizer | OptimizerCh
         )
     if any(getattr(part, "optimizer", optimizer) is not optimizer for part in _parts(scheduler)):
         raise UsageError(
-            "the scheduler belongs to another optimizer",
+            "the scheduler belongs to a different optimizer",
             got=f"{name} over another {type(scheduler.optimizer).__name__}",
             try_="the same optimizer in schedule=...(optimizer, ...) and optimizer=",
         )
@@ -272,6 +273,6 @@ def _interval_of(scheduler: LRScheduler, requested: str) -> Interval:
         raise UsageError(
             f"{name} needs a schedule_interval",
             got="no schedule_interval",
-            try_='schedule_interval="step" or schedule_interval="epoch", as in your own loop',
+            try_='schedule_interval="step" or schedule_interval="epoch", as in your training loop',
         )
     return "step" if requested == "step" else "epoch"

@@ -14,6 +14,7 @@ from whet.autotune import cache
 from whet.autotune.candidates import candidates, device_kind
 from whet.autotune.result import TuningResult, budget_seconds, compile_budget_seconds
 from whet.autotune.search import search
+from whet.autotune.statistics import steps_per_visit
 from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, StepBench, TuningProgress
 from whet.base.errors import UsageError, WhetError
 from whet.base.units import format_seconds
@@ -21,6 +22,7 @@ from whet.config.options import SchedulerObject
 from whet.distributed.group import current_group
 from whet.plan.plan import Plan, make_plan, with_auto_batch
 from whet.plan.setting import Scalar
+from whet.plan.values import names_of
 from whet.plan.workload import Workload
 from whet.step.loss import LossFunction
 from whet.training import intercept
@@ -52,10 +54,11 @@ _MAX_START_SHARE = 1 / 4
 """Maximum fraction of the budget for starting another process. Beyond it, this process measures instead."""
 _MIN_SEARCH_SHARE = 1 / 2
 """Minimum fraction of a budget that remains for the search, however long the process takes to start."""
-_TIMED_STEPS, _MAX_TIMED_STEPS, _TIMED_SECONDS = 5, 200, 0.3
-"""Minimum and maximum number of steps to time when estimating the length of a run, and their minimum total seconds.
+_TIMED_VISITS, _TIMED_SECONDS = 5, 0.3
+"""Minimum number of visits to time when estimating the length of a run, and their minimum total seconds.
 
-Five steps of a tiny model take a millisecond, in which one interruption would decide the estimate.
+A visit is one step, or as many steps of a tiny model as take 20 ms. Pauses of a busy core hit few of such steps and still
+take much of their time, so leaving out the slowest steps would leave out the pauses.
 """
 _SILENT_SECONDS = 1.0
 """Progress of the timed steps is reported after this many seconds."""
@@ -64,9 +67,6 @@ _MIN_STEPS = 100
 _MIN_STEPS_TO_ADVISE = 1_000
 _MIN_SECONDS_TO_ADVISE = 60.0
 """For runs shorter than this many seconds, measuring is not recommended."""
-
-_FIXED_IN_LOOPS = ("device", "data_location", "workers", "prefetch")
-"""Settings that a custom loop can no longer change at its first step, because it has already read its first batch."""
 
 OpenStepBench = Callable[[], AbstractContextManager[StepBench]]
 """A function that opens the same training run in a separate process."""
@@ -193,9 +193,12 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
     Its device and data stay the same.
     """
     config = run.config
-    if not (config.is_custom_loop and config.measure and run.is_new and run.state.step == 0 and config.plan is None):
+    if not (config.is_custom_loop and run.is_new and run.state.step == 0 and config.plan is None):
         return
     if intercept.active() is not None or not run.group.is_single_process:
+        return
+    if not config.measure:
+        _advise(config)
         return
     if config.optimizers.others:
         run.log.event("plan", step=0, message="not measured: only the steps of a single optimizer are")
@@ -206,12 +209,17 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
     def watch(kind: str, fields: dict[str, Any]) -> None:
         if kind == "measuring" and run.is_stop_requested:
             raise WhetError("the measurement was stopped", got="a stop was requested")
+        if kind == "estimate" and fields.get("untried"):
+            # The header with the time has been printed already.
+            kind, fields = "tuning", {"message": f"not measured: {fields['message']}"}
         emit_event(config.on_event, kind, fields)
 
     plan = tuned_plan(replace(config, on_event=watch), loss)
     if plan is None:
         return
-    measured = {name: value for name, value in plan.measured.items() if name not in _FIXED_IN_LOOPS}
+    # A custom loop has read its first batch already.
+    fixed = ("device", *names_of(lambda setting: setting.is_data))
+    measured = {name: value for name, value in plan.measured.items() if name not in fixed}
     if plan.device == run.plan.device and measured:
         run.replan(
             make_plan(
@@ -267,7 +275,10 @@ def _measure(
         is_too_short = budget < MIN_BUDGET_SECONDS
         more = untried_note(plan) if seconds >= _MIN_SECONDS_TO_ADVISE else ""
         why_not = f", too short to measure which settings are fastest{more}" if is_too_short else ""
-        emit_event(config.on_event, "estimate", {"seconds": seconds, "message": f"{length}{why_not}"})
+        untried = is_too_short and bool(more)
+        emit_event(
+            config.on_event, "estimate", {"seconds": seconds, "message": f"{length}{why_not}", "untried": untried}
+        )
         if is_too_short:
             return None
         compile_budget = compile_budget_seconds(seconds) if budget >= _MIN_SHIPPING_SECONDS else 0.0
@@ -282,9 +293,14 @@ def _measure(
 
 
 def report_unmeasured(config: RunConfig) -> None:
-    """Report what a measurement could try, if a new run with measure=False is long enough to benefit from one."""
+    """Report the settings that a measurement could try, if a new run with measure=False is long enough to benefit."""
     is_new = config.plan is None and not run_exists(config.path) and intercept.active() is None
-    if not is_new or not current_group().is_single_process or not is_rereadable(config.data):
+    if is_new and current_group().is_single_process:
+        _advise(config)
+
+
+def _advise(config: RunConfig) -> None:
+    if not is_rereadable(config.data):
         return
     plan = plan_from_rules(config)
     if (plan.workload.num_steps or 0) >= _MIN_STEPS_TO_ADVISE and (more := untried_note(plan)):
@@ -300,7 +316,7 @@ _GAINS = {
 
 
 def untried_note(plan: Plan) -> str:
-    """Return what a measurement could try on this device, with the gains measured on similar devices."""
+    """Describe the settings that a measurement could try on this device, with gains measured on similar devices."""
     tried = {"precision": "bf16", "layout": "channels_last", "compile": "compile"}
     open_settings = {
         about: word
@@ -384,13 +400,16 @@ def _time_steps(bench: LocalStepBench, on_event: EventHandler | None) -> tuple[f
     """Return the seconds that the plan from rules takes to prepare and the seconds per step."""
     start = bench.clock()
     prepared = bench.prepare({}, seconds=MIN_BUDGET_SECONDS)
-    times: list[float] = []
-    while len(times) < _TIMED_STEPS or (sum(times) < _TIMED_SECONDS and len(times) < _MAX_TIMED_STEPS):
+    visits: list[float] = []
+    steps = steps_per_visit(prepared.step_seconds)
+    while len(visits) < _TIMED_VISITS or steps * sum(visits) < _TIMED_SECONDS:
+        num_done = steps * len(visits)
         # Steps of a large model take seconds each, and nothing else is printed in the meantime.
         if bench.clock() - start >= _SILENT_SECONDS:
-            emit_event(on_event, "measuring", {"message": f"timing steps before the start, {len(times)} done"})
-        times.append(prepared.step(len(times)))
+            emit_event(on_event, "measuring", {"message": f"timing steps before the start, {num_done} done"})
+        # A coarse clock may report zero.
+        visits.append(max(sum(prepared.step(num_done + index) for index in range(steps)) / steps, 1e-6))
     prepared.close()
     # Leave out the slowest quarter: the first steps warm up, and other programs interrupt some of them.
-    usual = sorted(times)[: math.ceil(0.75 * len(times))]
+    usual = sorted(visits)[: math.ceil(0.75 * len(visits))]
     return prepared.preparation_seconds, sum(usual) / len(usual)

@@ -16,6 +16,7 @@ from whet.data.columns import rows_to_collate
 from whet.device.abstract import AbstractDevice
 from whet.device.rng import preserve_rng
 from whet.plan.workload import Workload
+from whet.step.attention import count_attention_calls
 from whet.step.ema import named_tensors
 from whet.step.graph_safety import loss_dependencies
 from whet.step.loss import MicroLoss
@@ -23,7 +24,6 @@ from whet.step.rollback import BufferSnapshot
 from whet.step.unpadding import NO_TRANSFORMER, unpadding_obstacle
 from whet.training.training_config import TrainingConfig
 from whet.verify.isolation import preserve_model
-from whet.verify.start.causality import count_attention_calls
 
 _BATCHNORMS = nn.modules.batchnorm._BatchNorm
 _DROPOUTS = nn.modules.dropout._DropoutNd
@@ -93,7 +93,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def layer_kinds(model: nn.Module) -> tuple[str, ...]:
-    """Return the kinds of layers in a model."""
+    """Return the kinds of layers in a model that affect the plan."""
     return tuple(name for name, kinds in _LAYERS.items() if any(isinstance(m, kinds) for m in model.modules()))
 
 
@@ -134,7 +134,7 @@ def count_flops(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device:
 
 @contextmanager
 def preserve_loss_modules(loss: MicroLoss, model: nn.Module) -> Iterator[None]:
-    """Restore modules other than the model that a loss refers to, such as a criterion with running statistics."""
+    """Restore modules that a loss refers to besides the model, such as a criterion with running statistics."""
     known = set(model.modules())
     with ExitStack() as stack:
         for module in _used_modules(loss, depth=3):
@@ -148,7 +148,7 @@ def _used_modules(loss: Any, *, depth: int) -> Iterator[nn.Module]:
     for used in loss_dependencies(loss):
         if isinstance(used, nn.Module):
             yield used
-        elif depth and inspect.isfunction(used) and used.__module__.partition(".")[0] != "torch":
+        elif depth and inspect.isfunction(used) and (used.__module__ or "").partition(".")[0] != "torch":
             yield from _used_modules(used, depth=depth - 1)
         elif hasattr(used, "__dict__") and not isinstance(used, type | ModuleType):
             # The object of a bound method. isinstance would raise for an attribute that is a proxy of a deleted object.

@@ -3,6 +3,7 @@
 These functions never call user code.
 """
 
+import builtins
 import functools
 import hashlib
 import os
@@ -22,14 +23,20 @@ CachedFunction = type(functools.lru_cache(len))
 HAVE_NAMES = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, np.ufunc)
 """Types whose instances have a qualified name."""
 
-_SKIPPED_PACKAGES = frozenset(
-    {
-        *sys.stdlib_module_names, "whet", "tqdm", "wandb", "tensorboard", "tensorboardX", "mlflow", "rich",
-        "matplotlib", "PIL", "IPython", "ipykernel", "h5py", "pandas", "pyarrow", "datasets", "tokenizers",
-        "transformers", "pytest", "_pytest", "pydantic", "jaxtyping", "einops",
-    }
-)  # fmt: skip
-"""Packages whose state does not affect training or cannot be read."""
+_PACKAGES = {
+    **dict.fromkeys(sys.stdlib_module_names, "python"),
+    **dict.fromkeys(("whet", "pytest", "_pytest"), "skipped"),
+    **dict.fromkeys(("pandas", "PIL", "h5py"), "unreadable"),
+    **dict.fromkeys(
+        (
+            "tqdm", "wandb", "tensorboard", "tensorboardX", "mlflow", "rich", "matplotlib", "IPython", "ipykernel",
+            "pyarrow", "datasets", "tokenizers", "transformers", "pydantic", "jaxtyping", "einops",
+        ),
+        "named",
+    ),
+}  # fmt: skip
+"""How to treat objects of a package. Of those that log or hold settings ("named"), only attributes that the user's code
+names are compared, because they change at every use."""
 _MAX_DOTS = 3
 """Maximum depth to which an attribute chain such as `torch.nn.Linear.count` is followed into libraries."""
 _ACCESSED_BY_TEXT = frozenset({"globals", "vars", "__dict__", "getattr", "setattr", "exec", "eval"})
@@ -58,9 +65,7 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(function, types.MethodType):
         yield "self", function.__self__
         function = function.__func__
-    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _is_installed(function):
-        # Unwrap library decorators such as torch.no_grad: their variables are not the user's.
-        function = function.__wrapped__
+    function = _unwrapped(function)
     if not isinstance(function, types.FunctionType):
         if isinstance(function, CachedFunction):
             yield name, function
@@ -88,10 +93,25 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _named_parts(variable, space[variable], names)
 
 
+    for variable in sorted(names - space.keys()):
+        if variable in vars(builtins) and not callable(vars(builtins)[variable]):
+            yield variable, vars(builtins)[variable]
+        elif (module := sys.modules.get(variable)) is not None:
+            # The function may import it itself.
+            yield from _named_parts(variable, module, names)
+
+
+def _unwrapped(function: Any) -> Any:
+    """Remove library decorators such as torch.no_grad: their variables are not the user's."""
+    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _is_installed(function):
+        function = function.__wrapped__
+    return function
+
+
 def _named_parts(variable: str, value: Any, names: set[str], dots: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield a global variable, or for a module or library class the attributes that the code names.
 
-    From libraries, only plain values are yielded.
+    From libraries, only plain values and containers are yielded.
     """
     is_module = isinstance(value, types.ModuleType)
     if not is_module and not (isinstance(value, type) and is_library_class(value)):
@@ -100,7 +120,9 @@ def _named_parts(variable: str, value: Any, names: set[str], dots: int = 0) -> I
     is_users = is_module and not is_skipped_package(value.__name__) and not is_installed(value)
     for key in sorted(names & vars(value).keys()):
         item = vars(value)[key]
-        if is_users or isinstance(item, (*SCALARS, os._Environ)):
+        if item is sys.modules:
+            yield from ((f"sys.modules[{n!r}]", m) for n, m in [*item.items()] if not is_skipped_package(n))
+        elif is_users or isinstance(item, (*SCALARS, os._Environ)) or type(item) in (list, dict, set):
             yield f"{variable}.{key}", item
         elif dots < _MAX_DOTS and (isinstance(item, type) or _is_inside(item, value)):
             yield from _named_parts(f"{variable}.{key}", item, names, dots + 1)
@@ -155,10 +177,11 @@ def is_method(function: Any) -> bool:
     return code is not None and code.co_argcount > 0 and code.co_varnames[0] == "self"
 
 
-def refers_to(function: Any, names: frozenset[str]) -> bool:
-    """Return whether the code of a function uses attributes or variables with any of these names."""
+def names_in(function: Any) -> tuple[str, ...]:
+    """Return the names of attributes and variables that a function of the user uses; nothing for library functions."""
+    function = _unwrapped(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
-    return code is not None and any(name in names for name in _code_names(code))
+    return () if code is None or is_installed_file(code.co_filename) else _code_names(code)
 
 
 def has_own_name(value: Any, name: str) -> bool:
@@ -182,11 +205,16 @@ def _code_bytes(code: types.CodeType) -> bytes:
     return hashlib.blake2b(code.co_code + repr((code.co_names, code.co_firstlineno)).encode(), digest_size=8).digest()
 
 
-def is_skipped_package(module: str | None) -> bool:
-    """Return whether a module belongs to a package whose state is ignored."""
+def package_kind(module: str | None) -> str:
+    """Return how to treat objects of a module: "python", "skipped", "unreadable", "named", or "" for all others."""
     name = (module or "").partition(".")[0]
     # `__main__` is the user's own script.
-    return name in _SKIPPED_PACKAGES and name != "__main__"
+    return "" if name == "__main__" else _PACKAGES.get(name, "")
+
+
+def is_skipped_package(module: str | None) -> bool:
+    """Return whether a module belongs to a package whose functions and classes are not followed."""
+    return package_kind(module) != ""
 
 
 def is_installed(module: types.ModuleType | None) -> bool:

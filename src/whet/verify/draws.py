@@ -50,14 +50,14 @@ class RecordedDraws:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record all draws made inside the context."""
+        """Record all random draws inside the `with` block."""
         self.drawn, self.parameters, self._host = [], {}, get_host_rng()
         with _Recorder(self):
             yield
 
     @contextmanager
     def repeat(self, rows: slice = slice(None)) -> Iterator[None]:
-        """Replay the recorded draws of these samples inside the context."""
+        """Replay the recorded draws of these samples inside the `with` block."""
         self.parameters = {}
         replayer = _Replayer(self, rows)
         with replayer:

@@ -4,32 +4,21 @@ Hidden state changes during training but is not part of any checkpoint. The walk
 from the device as a whole, and does not call user code.
 """
 
-import argparse
-import array
 import collections
-import contextvars
-import ctypes
 import hashlib
-import io
-import itertools
 import marshal
-import mmap
-import os
-import queue
 import random
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.sharedctypes import SynchronizedBase
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from whet.checkpoint.attributes import module_machinery
 from whet.verify.code_references import (
@@ -44,25 +33,30 @@ from whet.verify.code_references import (
     identity_bytes,
     is_library_class,
     is_method,
-    is_skipped_package,
-    refers_to,
+    names_in,
+    package_kind,
 )
+from whet.verify.library_objects import library_parts, object_parts
 from whet.verify.value_bytes import GENERATORS, SCALARS, array_bytes, generator_bytes, scalar_bytes, tensor_bytes
 
 _MAX_OBJECTS = 20_000
 _MAX_DEPTH = 12
 _MAX_ITEMS = 4_096
 """Maximum items of a container that are all visited. A larger container of plain values is hashed as a whole."""
-_MAX_MAPPED_BYTES = 1_048_576
-"""Number of bytes of a memory-mapped file that are compared."""
 _SAMPLE_ITEMS = 128
 """Number of items visited in a container that is only sampled: half from its start, half from its end."""
 # Types whose state is saved with the run, does not affect training, or cannot be read.
-_SKIPPED_TYPES = (Optimizer, types.CodeType, types.BuiltinFunctionType, types.FrameType)
-_CData: Any = ctypes.Structure.__base__
-_POSITION_NAMES = frozenset({"tell", "seek"})
-_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+_SKIPPED_TYPES = (Optimizer, types.CodeType, types.FrameType, types.TracebackType, super)
 _CONTAINERS = (set, frozenset, dict, list, tuple, collections.deque)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, range, slice})
+"""Scalar types whose instances have no attributes."""
+_UNREADABLE = frozenset(
+    {
+        "__subclasses__", "_current_frames", "_getframe", "_version", "currentframe", "get_objects", "get_referents",
+        "get_referrers", "getrefcount",
+    }
+)  # fmt: skip
+"""Names of functions that read the interpreter. What they return cannot be compared."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,13 +80,17 @@ class StateWalk:
     """The name under which each object was first visited, by id."""
     _referred: set[tuple[str, int]] = field(default_factory=set)
     """Recorded references, as pairs of a name and the id of its object."""
-    _written: dict[str, Any] = field(default_factory=dict)
-    """Write-only files by name, usually logs."""
-    _uses_positions: bool = False
-    """Whether any visited function uses `tell` or `seek`."""
+    _deferred: list[tuple[str, Callable[[], Any], frozenset[str], int]] = field(default_factory=list)
+    """Values that are walked only if visited code uses one of some names: (name, how to read it, the names, depth)."""
+    _used: set[str] = field(default_factory=set)
+    """The names that visited code uses."""
+    _depth: int = 0
 
     def walk(self, value: Any, name: str, depth: int = 0) -> None:
-        """Record a value and everything that it reaches. `name` is an expression in the user's terms."""
+        """Record a value and all objects reachable from it.
+
+        `name` is a Python expression that the user would recognize.
+        """
         if depth > _MAX_DEPTH or len(self.visited) + len(self.digests) > _MAX_OBJECTS:
             self.partial[_outermost(name)] = None
             return
@@ -101,20 +99,22 @@ class StateWalk:
                 # Get the object behind the proxy: it may be a known one. Raises ReferenceError if it no longer exists.
                 value = value.__init__.__self__
             if isinstance(value, SCALARS):
-                self._record(name, scalar_bytes(value))
-                return
+                self.record(name, scalar_bytes(value))
+                if type(value) in _PLAIN or not getattr(value, "__dict__", None):
+                    return
             if self.follows_code:
                 self._record_identity(value, name)
             if id(value) in self.known or id(value) in self.visited or _is_skipped(value):
                 return
             self._names[id(value)] = name
             self.visited[id(value)] = value
+            self._depth = depth
             parts = list(self._parts(value, name))
             if isinstance(value, (*_CONTAINERS, Tensor, np.ndarray, *GENERATORS)):
                 # An instance of a subclass may also have attributes.
                 parts += self._object_parts(value, name)
         except ReferenceError:
-            # The object behind this weak proxy no longer exists.
+            # This is a weak proxy, and the object behind it no longer exists.
             return
         except Exception:
             # For example a container that reads a closed file, or an attribute that raises.
@@ -132,67 +132,100 @@ class StateWalk:
         other = ""
         if not isinstance(value, HAVE_NAMES):
             other = (self.labels if id(value) in self.known else self._names).get(id(value), "")
-        self._record(name, other.encode(errors="replace") + identity_bytes(value))
+        self.record(name, other.encode(errors="replace") + identity_bytes(value))
+
+    def defer(self, name: str, read: Callable[[], Any], names: frozenset[str]) -> None:
+        """Walk what `read` returns, if any code that is visited uses one of these names."""
+        self._deferred.append((name, read, names, self._depth + 1))
 
     def finish(self) -> dict[str, bytes]:
-        """Record the positions of write-only files if any code uses positions, and return all hashes."""
-        for name, file in self._written.items() if self._uses_positions else ():
-            try:
-                self._record(name, str(file.tell()).encode())
-            except (OSError, ValueError):
-                # For example, the disk is full: `tell` flushes buffered text first.
-                self.partial[name] = None
+        """Walk the deferred values that code uses, and return all hashes."""
+        is_used = True
+        while is_used:
+            is_used = False
+            waiting, self._deferred = self._deferred, []
+            for name, read, names, depth in waiting:
+                if self._used.isdisjoint(names):
+                    self._deferred.append((name, read, names, depth))
+                    continue
+                is_used = True
+                try:
+                    value = read()
+                except Exception:
+                    self.partial[name] = None
+                    continue
+                self.walk(value, name, depth)
         return self.digests
 
     def _parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
         """Record a value, and yield the objects that it refers to with their names."""
         if isinstance(value, Tensor):
-            self._record(name, tensor_bytes(value, is_sample=self.is_sample))
+            self.record(name, tensor_bytes(value, is_sample=self.is_sample))
             if value.is_leaf and value.grad is not None:
                 yield f"{name}.grad", value.grad
         elif isinstance(value, np.ndarray):
-            self._record(name, array_bytes(value, is_sample=self.is_sample))
+            self.record(name, array_bytes(value, is_sample=self.is_sample))
             if value.dtype.hasobject:
                 yield name, value.tolist()
         elif isinstance(value, GENERATORS):
-            self._record(name, generator_bytes(value))
-        elif isinstance(value, weakref.ReferenceType):
-            yield f"{name}()", value()
+            self.record(name, generator_bytes(value))
+        elif isinstance(value, Enum):
+            names = (key for key in vars(value) if not key.startswith("_"))
+            yield from ((f"{name}.{key}", vars(value)[key]) for key in names)
+        elif isinstance(value, SCALARS):
+            yield from object_parts(value, name)
         elif isinstance(value, FUNCTIONS):
-            self._uses_positions = self._uses_positions or refers_to(value, _POSITION_NAMES)
-            yield from function_references(value, name) if self.follows_code else ()
-        elif isinstance(value, types.GeneratorType):
-            frame = value.gi_frame
-            self._record(name, b"finished" if frame is None else str(frame.f_lasti).encode())
-            if value.gi_yieldfrom is not None:
-                yield f"{name}.gi_yieldfrom", value.gi_yieldfrom
-            yield from () if frame is None else ((f"{name}.{local}", v) for local, v in frame.f_locals.items())
+            yield from self._function_parts(value, name) if self.follows_code else ()
         elif isinstance(value, set | frozenset):
             # Sorted, because the order of a set differs between processes.
-            self._record(name, b"".join(sorted(map(scalar_bytes, value))))
-            self._record(f"len({name})", str(len(value)).encode())
+            self.record(name, b"".join(sorted(map(scalar_bytes, value))))
+            self.record(f"len({name})", str(len(value)).encode())
+            items = sorted((item for item in value if not isinstance(item, SCALARS)), key=scalar_bytes)
+            yield from ((f"list({name})[{index}]", item) for index, item in enumerate(items[:_MAX_ITEMS]))
         elif isinstance(value, dict | types.MappingProxyType):
             # Treat other mappings as objects: reading an item may call user code, read a file or update a cache.
             get: Any = dict.__getitem__ if isinstance(value, dict) else types.MappingProxyType.__getitem__
             keys = self._inspected(value, list(value), name)
             texts = [_key_text(key, index) for index, key in enumerate(keys)]
             # Include the order of the keys: a cache that evicts its oldest entry depends on it.
-            self._record(f"len({name})", f"{len(value)} {texts}".encode(errors="replace"))
+            self.record(f"len({name})", f"{len(value)} {texts}".encode(errors="replace"))
             yield from ((f"{name}[{text}]", get(value, key)) for text, key in zip(texts, keys, strict=True))
+            objects = ((index, key) for index, key in enumerate(keys) if not isinstance(key, SCALARS))
+            yield from ((f"list({name})[{index}]", key) for index, key in objects)
         elif isinstance(value, list | tuple | collections.deque):
-            self._record(f"len({name})", str(len(value)).encode())
+            self.record(f"len({name})", str(len(value)).encode())
             indices = self._inspected(value, range(len(value)), name)
             yield from ((f"{name}[{index}]", value[index]) for index in indices)
         elif isinstance(value, type):
-            attributes = class_attributes(value, name)
-            yield from (part for part in attributes if self.follows_code or not isinstance(part[1], FUNCTIONS))
-            yield from class_references(type(value))
+            yield from self._class_parts(value, name)
         elif isinstance(value, nn.Module):
             yield from self._module_parts(value, name)
-        elif isinstance(value, _ITERATORS):
-            self._record_iterator(value, name)
+        elif isinstance(value, CachedFunction):
+            # The cache of a function that draws random numbers, or reads weights or an object, is state. Others can be
+            # recomputed.
+            if draws(value.__wrapped__) or is_method(value.__wrapped__) or self._reads_tensors(value.__wrapped__):
+                self.record(name, str(value.cache_info().currsize).encode())
+            yield name, value.__wrapped__
         else:
-            yield from self._library_parts(value, name)
+            parts = library_parts(value, name, self)
+            yield from self._object_parts(value, name) if parts is None else parts
+
+    def _function_parts(self, function: Any, name: str) -> Iterator[tuple[str, Any]]:
+        yield from function_references(function, name)
+        used = names_in(function)
+        self._used.update(used)
+        self.partial.update(dict.fromkeys(sorted(_UNREADABLE.intersection(used))))
+        if used and isinstance(function, types.FunctionType):
+            for key in ("__annotations__", "__doc__"):
+                self.defer(f"{name}.{key}", lambda key=key: getattr(function, key), _readers_of(key))
+
+    def _class_parts(self, kind: type, name: str) -> Iterator[tuple[str, Any]]:
+        attributes = class_attributes(kind, name)
+        yield from (part for part in attributes if self.follows_code or not isinstance(part[1], FUNCTIONS))
+        yield from class_references(type(kind))
+        for key, item in vars(kind).items():
+            if key.startswith("__") and not isinstance(item, _DESCRIPTORS):
+                self.defer(f"{name}.{key}", lambda item=item: item, _readers_of(key))
 
     def _inspected(self, value: Any, items: Sequence[Any], name: str) -> Sequence[Any]:
         """Return the items of a container to visit: all items, or some from both ends of a large container.
@@ -206,73 +239,11 @@ class StateWalk:
                 # marshal version 2 writes equal values as equal bytes. Later versions write references to repeated
                 # objects.
                 plain = list(value) if isinstance(value, collections.deque) else value
-                self._record(name, marshal.dumps(plain, 2))
+                self.record(name, marshal.dumps(plain, 2))
             except ValueError:
                 self.partial[name] = None
         half = _SAMPLE_ITEMS // 2
         return [*items[:half], *items[-half:]]
-
-    def _record_iterator(self, value: Any, name: str) -> None:
-        """Record the position of an iterator, if it exposes one. Most iterators of itertools do not."""
-        hint: Callable[[], int] | None = getattr(value, "__length_hint__", None)
-        if isinstance(value, itertools.count):
-            self._record(name, repr(value).encode())
-        elif hint is not None:
-            self._record(name, str(hint()).encode())
-        else:
-            self.partial[name] = None
-
-    def _library_parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
-        """Yield the parts of an object. Some standard library classes keep their state outside attributes."""
-        if isinstance(value, array.array | memoryview | _CData):
-            self._record(name, bytes(value))
-        elif isinstance(value, mmap.mmap):
-            with memoryview(value) as view:
-                self._record(name, str(value.tell()).encode() + bytes(view[:_MAX_MAPPED_BYTES]))
-                if len(view) > _MAX_MAPPED_BYTES and not view.readonly:
-                    self.partial[name] = None
-        elif type(value).__module__ == "sqlite3":
-            self._record(name, str(getattr(value, "total_changes", "")).encode())
-        elif type(value).__module__ == "operator":
-            # The `__reduce__` of an itemgetter, for example, returns its class and arguments.
-            yield name, value.__reduce__()
-        elif isinstance(value, SynchronizedBase):
-            # multiprocessing.Value and Array: commonly used to pass the epoch to data workers.
-            yield name, value.get_obj()
-        elif isinstance(value, os._Environ):
-            yield name, dict(value)
-        elif isinstance(value, _FILES):
-            # `tell` fails while a text file is iterated over, so use the underlying binary file.
-            file = value.buffer if isinstance(value, io.TextIOWrapper) else value
-            if file.closed or not file.seekable():
-                self._record(name, b"")
-            elif file.readable():
-                self._record(name, str(file.tell()).encode())
-            else:
-                self._written[name] = value
-        elif isinstance(value, DataLoader):
-            yield from ((f"{name}.{key}", getattr(value, key)) for key in ("generator", "sampler", "collate_fn"))
-        elif isinstance(value, io.StringIO | io.BytesIO):
-            self._record(name, repr((value.getvalue(), value.tell())).encode())
-        elif isinstance(value, contextvars.ContextVar):
-            yield f"{name}.get()", value.get(None)
-        elif isinstance(value, queue.SimpleQueue):
-            self._record(name, str(value.qsize()).encode())
-            if not value.empty():
-                # Items cannot be read without removing them.
-                self.partial[name] = None
-        elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
-            yield name, dict(value.items())
-        elif isinstance(value, weakref.WeakSet):
-            yield name, list(value)
-        elif isinstance(value, CachedFunction):
-            # The cache of a function that draws random numbers, or reads weights or an object, is state. Others can be
-            # recomputed.
-            if draws(value.__wrapped__) or is_method(value.__wrapped__) or self._reads_tensors(value.__wrapped__):
-                self._record(name, str(value.cache_info().currsize).encode())
-            yield name, value.__wrapped__
-        else:
-            yield from self._object_parts(value, name)
 
     def _reads_tensors(self, function: Any) -> bool:
         values = (value for _, value in function_references(function, ""))
@@ -286,15 +257,10 @@ class StateWalk:
         yield from class_references(type(module)) if self.follows_code else ()
 
     def _object_parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
-        yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())
-        for owner in type(value).__mro__:
-            slots = owner.__dict__.get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
-                if isinstance(vars(owner).get(slot), types.MemberDescriptorType):
-                    yield f"{name}.{slot}", getattr(value, slot, None)
+        yield from object_parts(value, name)
         yield from class_references(type(value)) if self.follows_code else ()
 
-    def _record(self, name: str, data: bytes) -> None:
+    def record(self, name: str, data: bytes) -> None:
         # Two functions may have variables of the same name, so their digests are combined.
         before = self.digests.get(name, b"")
         self.digests[name] = hashlib.blake2b(before + data, digest_size=8).digest()
@@ -340,8 +306,7 @@ def _is_skipped(value: Any) -> bool:
         return True
     if isinstance(value, type):
         return is_library_class(value)
-    module = type(value).__module__
-    return not isinstance(value, _ENTERED) and module not in _ENTERED_MODULES and is_skipped_package(module)
+    return package_kind(type(value).__module__) == "skipped" and not isinstance(value, (*_CONTAINERS, nn.Module))
 
 
 def _global_generators() -> tuple[Any, ...]:
@@ -364,22 +329,20 @@ def _outermost(name: str) -> str:
     return next(_prefixes(name), name)
 
 
-_ITERATORS: tuple[type, ...] = (
-    enumerate, zip, map, filter, type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})),
-    type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(iter("")), type(reversed([])),
-    *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
+_DESCRIPTORS = (
+    types.FunctionType, types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.WrapperDescriptorType, types.MethodDescriptorType, classmethod, staticmethod, property,
 )  # fmt: skip
 
-_ENTERED = (
-    *_CONTAINERS, types.GeneratorType, weakref.ReferenceType, *GENERATORS,
-    *_ITERATORS, CachedFunction, types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList,
-    collections.ChainMap, array.array, queue.Queue, queue.SimpleQueue, contextvars.ContextVar, threading.local,
-    io.StringIO, io.BytesIO, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet,
-    memoryview, mmap.mmap, _CData, SynchronizedBase, os._Environ, *_FILES,
-)  # fmt: skip
-"""Standard library types that may hold user state."""
-_ENTERED_MODULES = ("sqlite3", "multiprocessing.shared_memory", "statistics", "operator")
-"""Standard library modules with more such types, matched by name so that they need not be imported."""
+
+def _readers_of(attribute: str) -> frozenset[str]:
+    """Return the names of functions that read an attribute of functions and classes, and its own name."""
+    readers = {
+        "__annotations__": ("get_type_hints", "get_annotations", "signature"),
+        "__dataclass_fields__": ("fields",),
+        "__doc__": ("getdoc",),
+    }
+    return frozenset((attribute, *readers.get(attribute, ())))
 
 
 def reachable(objects: Iterable[Any]) -> dict[int, Any]:

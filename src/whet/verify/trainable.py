@@ -33,7 +33,7 @@ def adapt_outputs(function: Callable[[Any], Any]) -> OutputFunction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainable:
-    """A model with everything that an optimizer step needs.
+    """A model with its loss, its optimizer and example batches, ready for optimizer steps.
 
     Its tensors are fake if it was created in a fake tensor mode.
     """
@@ -200,7 +200,7 @@ def _resized(value: Tensor, size: int) -> Tensor:
 def _as_loss(output: Any) -> Tensor:
     if isinstance(output, Tensor) and output.numel() == 1:
         return output
-    # Models of the transformers library return their loss as a field of the output.
+    # Transformers models return their loss as a field of the output.
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own

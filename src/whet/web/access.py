@@ -3,7 +3,7 @@
 Any page in a browser can send requests to the loopback address. A page whose host name resolves to 127.0.0.1 (DNS
 rebinding) can even read the responses. The headers Origin and Sec-Fetch-Site, which pages cannot forge, detect the
 first attack. Host detects the second. Sites do not depend on ports: a page of another server on this machine is
-"same-site", and its requests carry our cookie. So only "same-origin" is accepted.
+"same-site", and its requests include the cookie of this server. Therefore only "same-origin" is accepted.
 """
 
 import hmac
@@ -68,7 +68,7 @@ class ServerKey:
         return f"{nonce}.{self._sign('link', nonce)}"
 
     def spend(self, ticket: str) -> bool:
-        """Invalidate a ticket. Return whether it was valid and unused."""
+        """Use up a ticket. Return whether it was valid and unused."""
         nonce, _, signature = ticket.partition(".")
         is_ours = _constant_time_equal(signature, self._sign("link", nonce))
         if not is_ours or nonce in self._spent:
@@ -106,7 +106,7 @@ class RequestInfo:
         return len(self._headers)
 
     def all(self, name: str) -> list[str]:
-        """Return all values of a header."""
+        """Return all values of a request header."""
         wanted = name.encode()
         return [value.decode("latin-1") for key, value in self._headers if key.lower() == wanted]
 

@@ -123,7 +123,7 @@ class MonitoredConnection(H11Protocol):
             self._receiving_since = None
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to invalid HTTP in the same format as to other errors."""
+        """Respond to invalid HTTP in the three-line format of all other errors."""
         if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
             self.transport.close()  # A response is in progress, so another one cannot be sent.
             return

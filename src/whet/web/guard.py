@@ -127,7 +127,7 @@ class RequestGuard:
         if self._key.spend(ticket):
             return True
         what = "this link was used before, or is for another server"
-        raise HttpError(401, what, try_="the same command again, which prints a new link for this server")
+        raise HttpError(401, what, try_="run the same command again, which prints a new link for this server")
 
     def _check_key(self, request: RequestInfo) -> None:
         scheme, _, given = (request.one("authorization") or "").partition(" ")
@@ -139,7 +139,12 @@ class RequestGuard:
             error.headers.append((b"www-authenticate", b"Bearer"))
             raise error
         if (request.method not in READ_METHODS or request.is_websocket) and not is_same_origin(request):
-            raise HttpError(403, "a change must state its origin", got="no Origin", try_="the token")
+            raise HttpError(
+                403,
+                "this request needs an Origin header or the token",
+                got="no Origin",
+                try_="Authorization: Bearer TOKEN",
+            )
 
     def _has_cookie(self, request: RequestInfo) -> bool:
         for header in request.all("cookie"):
@@ -160,7 +165,7 @@ class RequestGuard:
             # Require JSON, because a form on another page can send text, but not JSON.
             kind = (request.one("content-type") or "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                raise HttpError(415, "a change must be JSON", got=kind or "no type", try_="application/json")
+                raise HttpError(415, "the request body must be JSON", got=kind or "no type", try_="application/json")
         return most
 
     async def _reject(self, scope: Message, response: "_GuardedResponse", error: HttpError) -> None:

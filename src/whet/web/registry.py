@@ -47,7 +47,7 @@ class RunningServer(FrozenModel):
 
 @contextlib.contextmanager
 def registered(*, name: str, about: str, host: str, key: ServerKey) -> Iterator[RunningServer]:
-    """Register a server inside the `with` block, so that other commands of this user can find it.
+    """Register a running server inside the `with` block, so that other commands of this user can find it.
 
     Each server has a file that only its owner can read, and holds a lock on it, which the system releases when the
     process ends. Comparing the start times of processes would be less reliable, because on Linux they change when the

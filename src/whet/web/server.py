@@ -44,7 +44,7 @@ class ListenAddress:
 
     @property
     def host(self) -> str:
-        """Host name and port for links."""
+        """The host name and port to use in links."""
         address = _own_addresses()[0] if ipaddress.ip_address(self.address).is_unspecified else self.address
         return f"{_url_host(address)}:{self.port}"
 
@@ -103,7 +103,7 @@ def _bind(port: int, addresses: list[str], *, address: str) -> ListenAddress:
                 taken.append(_socket(one, port))
             except OSError as error:
                 if one == "::1" and error.errno not in _PORT_IN_USE:
-                    continue  # This machine has no IPv6.
+                    continue  # This machine has no IPv6, so IPv4 is enough.
                 raise
             port = taken[0].getsockname()[1]
     except BaseException:
@@ -145,7 +145,7 @@ def _url_host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-# 128 + SIGTERM, as shells report it.
+# 128 plus the number of SIGTERM, as shells report it.
 SIGTERM_EXIT_CODE = 143
 # asyncio accepts up to this many connections at once before the monitor counts them. Each uses a file descriptor.
 _ACCEPT_BATCH = 8

@@ -382,8 +382,8 @@ def test_wrong_manifest_is_an_error(tmp_path: Path) -> None:
     outside = {**logged["files"], "../out.jsonl": logged["files"]["tokenizer.json"]}
     lies = (
         ({"files": outside}, "manifest lists"),
-        ({"vocab_size": 599}, "another tokenizer"),
-        ({"format": "other"}, "another format"),
+        ({"vocab_size": 599}, "a different tokenizer"),
+        ({"format": "other"}, "an unsupported format"),
         ({"max_length": 20}, "do not agree"),
         ({"unknown": 1}, "unknown key"),
     )

@@ -282,9 +282,9 @@ def test_damaged_folders_are_errors(kept, tmp_path: Path) -> None:
             "splits that differ from the manifest",
         ),
         ("manifest.json", lambda data: data[:100], "damaged"),
-        ("manifest.json", lambda data: data.replace(b'"size": 4', b'"size": 99'), "no such board"),
+        ("manifest.json", lambda data: data.replace(b'"size": 4', b'"size": 99'), "invalid board size"),
         ("manifest.json", lambda data: b"[]", "damaged"),
-        ("manifest.json", lambda data: data.replace(b"games 1", b"games 9"), "another format"),
+        ("manifest.json", lambda data: data.replace(b"games 1", b"games 9"), "an unsupported format"),
         ("manifest.json", lambda data: data.replace(b'"train"', b'"trial"'), "damaged"),
         ("manifest.json", lambda data: data.replace(b'"positions": ', b'"positions": -'), "wrong value"),
     ):

@@ -198,14 +198,14 @@ def test_changed_options_are_an_error_but_more_generations_continue(tmp_path: Pa
     folder = tmp_path / "better"
     open_state(folder, config={"lr": 0.1, "loop": {"generations": 2}})
     assert open_state(folder, config={"lr": 0.1, "a_new_key": 1, "loop": {"generations": 9}}).config["lr"] == 0.1
-    with pytest.raises(UsageError, match="another lr"):
+    with pytest.raises(UsageError, match="a different lr"):
         open_state(folder, config={"lr": 0.2, "loop": {}})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("")
     with pytest.raises(UsageError, match="something else"):
         open_state(tmp_path / "other", config={})
     (folder / "state.json").write_text('{"format": "whet hex selfplay 9", "config": {}}')
-    with pytest.raises(UsageError, match="another format"):
+    with pytest.raises(UsageError, match="unsupported format"):
         open_state(folder, config={"lr": 0.1})
 
 

@@ -161,7 +161,7 @@ def test_damaged_run_is_an_error(place: Place, whole: Path, name: str, content: 
         (("arena", "hex", f"runs/whole@{'9' * 5_000}", "random"), "not a number of simulations"),
         (("arena", "hex", "n" * 5_000, "random"), "no such player"),
         (("play", "two-distance@64"), "two-distance does not search"),
-        (("arena", "text", "random", "random"), "text is not a game"),
+        (("arena", "text", "random", "random"), "text is not a game that whet plays"),
         (("train", "hex", "--run", "runs", "--max-restarts", "0"), "not a run, and not empty"),
         (("plan", "hex", "data=absent"), "the data does not exist"),
         (("plan", "hex", "policy_weight=0", "value_weight=0"), "both loss weights are zero"),

@@ -1,6 +1,7 @@
 """Exports: transformers loads the folder, and ONNX's reference evaluator computes the same logits."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from whet.recipes.text import export
 from whet.recipes.text.prediction import TextPredictor
 from whet.recipes.text.prediction_files import TextQuery
 from whet.recipes.text.recipe import recipe as text_recipe
+from whet.run import durable
+from whet.run.disk import Disk
 from whet.run.folder import open_run
 from whet.training.weights import load_weights
 
@@ -65,6 +68,27 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = write_rows(folder / "rows.jsonl", num_rows=90)
     sizes = ("arch.hidden_size=32", "arch.max_length=24", "arch.vocab_size=400")
     return trained(folder / "run", f"data={rows}", "epochs=1", *sizes)
+
+
+def test_every_file_of_an_export_is_synced_before_it_has_its_name(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    published: list[set[int]] = []
+
+    class Watched(Disk):
+        def full_sync(self, descriptor: int) -> None:
+            synced.add(os.fstat(descriptor).st_ino)
+
+        def rename(self, source: Path, target: Path) -> None:
+            if target.name == "out":
+                published.append({file.stat().st_ino for file in source.iterdir()} - synced)
+            super().rename(source, target)
+
+    monkeypatch.setattr(durable, "disk", Watched())
+    written = export_model(small_run, to="safetensors", out=tmp_path / "out")
+    assert len(written.files) > 1
+    assert published == [set()]
 
 
 def test_transformers_loads_the_export_with_equal_predictions(pair_run: Path, tmp_path: Path) -> None:
@@ -117,7 +141,7 @@ def test_onnx_logits_are_equal_for_other_shapes(kind: str, tmp_path: Path, reque
             return torch.from_numpy(logits) + 0.01
 
     tensors = {name: torch.from_numpy(ids) for name, ids in given.items()}
-    with pytest.raises(WhetError, match=r"other logits.*\n.*differ by 0.01"):
+    with pytest.raises(WhetError, match=r"different logits.*\n.*differ by 0.01"):
         export._check_same_logits(Other(), tmp_path / "out" / "model.onnx", tensors)
 
 

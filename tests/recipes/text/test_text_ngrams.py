@@ -3,10 +3,13 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from whet.api.search import prepare_search
 from whet.base.errors import UsageError
@@ -125,6 +128,30 @@ def test_padded_and_packed_texts_have_the_same_logits() -> None:
     torch.testing.assert_close(padded[4], model.bias)
     # Both kinds of n-grams have norm 1, however long the text is.
     assert padded[:4].abs().max() <= 2 * model.weight.norm(dim=0).max()
+    total = int(column.lengths.sum())
+    whole = column.packed(rows, max_length=longest, total=total)
+    filled = column.filled(whole, total=total + 5, num_fillers=3)
+    torch.testing.assert_close(model(filled), padded)
+    gradients = [torch.autograd.grad(logits.square().sum(), model.weight)[0] for logits in (padded, packed)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_packed_texts_are_classified_without_padding() -> None:
+    """A padded batch of one long text and many short ones is nearly all padding."""
+    model = NgramClassifier(NgramVocabulary.train(TEXTS), strengths=[1.0] * 3)
+    column = Ragged.of([torch.ones(1_000, dtype=torch.long), *([torch.ones(2, dtype=torch.long)] * 99)])
+    packed = column.packed(torch.arange(100), max_length=1_000, total=1_198)
+    sizes: list[int] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **kwargs or {})
+            sizes.extend(tensor.numel() for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
+            return out
+
+    with Recorded():
+        model(packed).sum().backward()
+    assert max(sizes) <= max(1_198, model.weight.numel())
 
 
 @pytest.mark.parametrize(

@@ -358,7 +358,7 @@ def test_init_from_uses_the_tokenizer_of_the_run(cli: Cli, table: Path) -> None:
     other.write_text(table.read_text().replace("stone", "metal"))
     code, _, errors = cli.run(*words, f"data={other}", "init_from=first", "--run", "third")
     assert code == 2
-    assert "other classes" in errors
+    assert "different classes" in errors
 
 
 def test_a_run_folder_cannot_select_code(cli: Cli, table: Path) -> None:

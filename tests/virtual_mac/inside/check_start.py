@@ -153,7 +153,7 @@ def test_half_precision_that_was_not_requested_becomes_fp32_simulated(tmp_path: 
 
 def test_an_override_is_kept_and_the_run_stops_simulated(tmp_path: Path) -> None:
     wrong = simulate(Miscompute("addmm", relative_error=0.5, when=is_half))
-    with wrong, pytest.raises(WhetError, match="the model computes something else on this device") as caught:
+    with wrong, pytest.raises(WhetError, match="the model computes different results on this device") as caught:
         train_gpt(tmp_path / "run", overrides={"precision": "bf16"})
     assert "precision=fp32 instead of the precision=bf16 that you asked for" in str(caught.value)
     assert num_steps(tmp_path / "run") == 0
@@ -173,7 +173,7 @@ def test_a_leak_in_half_precision_gets_a_mask_simulated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operator", ["mm", "addmm", "native_layer_norm_backward", "embedding_dense_backward"])
 def test_a_fault_without_a_fallback_stops_the_run_with_its_name_simulated(tmp_path: Path, operator: str) -> None:
     wrong = simulate(Miscompute(operator, relative_error=0.1))
-    with wrong, pytest.raises(WhetError, match="the model computes something else on this device") as caught:
+    with wrong, pytest.raises(WhetError, match="the model computes different results on this device") as caught:
         train_gpt(tmp_path / "run")
     assert "differs" in str(caught.value)
     assert "whet compare finds the operator" in str(caught.value)

@@ -144,7 +144,7 @@ FAULTS = {
     "#189495 linear with bias and more than 65,536 matrices": Planted(("linear",), _wraps_at_16_bits),
     "#188438 bias of a linear layer for a single vector": Planted(("linear",), _drops_the_bias),
     "#192212 convolution with non-contiguous weights": Planted(("conv2d",), _ignores_strides),
-    "#189563 a copy to the CPU in another type leaves its source alone": Planted(("to",), _overwrites_its_source),
+    "#189563 a copy to the CPU in another dtype does not change its source": Planted(("to",), _overwrites_its_source),
     "#187117 a number from the middle of a CPU tensor": Planted(("mul",), _ignores_the_offset),
     "#190491 layer_norm of rows with little variance": Planted(("layer_norm",), _clamps_the_variance),
     "#195910 causal attention in half precision sees no future": Planted(("scaled_dot_product_attention",), _leaks),

@@ -71,7 +71,7 @@ def _rotary_sizes(qkv: Tensor, num_heads: int) -> tuple[tuple[int, int], tuple[f
 
 
 def _heads_per_program(rows: int, num_heads: int) -> int:
-    """Return the largest number of heads per program with which there are enough programs.
+    """Return the largest number of heads per program that still gives enough programs to occupy the GPU.
 
     >>> _heads_per_program(768, 8), _heads_per_program(100, 8), _heads_per_program(4, 8)
     (8, 1, 1)

@@ -16,7 +16,7 @@ WARPS = 8
 
 @triton.jit
 def _load_halves(qkv, half_cols, is_valid, half: tl.constexpr):
-    """Load the two halves of a head's columns at all positions."""
+    """Load the first and the second half of a head's columns at all positions."""
     x1 = tl.load(qkv + half_cols, mask=is_valid, other=0.0)
     return x1, tl.load(qkv + half + half_cols, mask=is_valid, other=0.0)
 

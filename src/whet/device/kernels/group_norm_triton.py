@@ -14,7 +14,7 @@ ELEMENTS_PER_WARP = 2048
 
 @triton.jit
 def _group_sum(per_channel, groups: tl.constexpr, group_size: tl.constexpr):
-    """Return for each channel the sum over its group."""
+    """Return the sum over its group for each channel."""
     sums = tl.sum(tl.reshape(per_channel, (groups, group_size)), axis=1)
     return tl.reshape(tl.broadcast_to(sums[:, None], (groups, group_size)), (groups * group_size,))
 

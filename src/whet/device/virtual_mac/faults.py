@@ -21,7 +21,7 @@ When = Callable[..., bool]
 
 
 class SimulatedFault(Protocol):
-    """A fault that can be started."""
+    """The interface of simulated faults."""
 
     def start(self) -> Undo:
         """Start the fault and return a function that ends it."""
@@ -135,7 +135,7 @@ class KilledByPressure:
 
 
 class Simulation:
-    """Faults that were started together. Exiting the context or calling `end()` ends them."""
+    """The faults that one call of `simulate` has started. Exiting the context or calling `end()` ends them."""
 
     def __init__(self, undo: list[Undo]) -> None:
         self._undo = undo
@@ -220,7 +220,7 @@ def has_strided_weight(_x: "torch.Tensor", weight: "torch.Tensor", *_bias: "torc
 
 
 def _push(into: dict[object, T], value: T, apply: Callable[[Any], object] = lambda _: None) -> Undo:
-    """Apply a value. Return a function that removes it and applies the newest remaining value, or 0."""
+    """Apply the value of a fault. Return a function that removes it and applies the newest remaining value, or 0."""
     key = object()
     into[key] = value
     apply(value)

@@ -30,7 +30,7 @@ _OWN_KERNELS = frozenset(
 _COMPUTED = {"convolution", "convolution_backward", "bincount", "_weight_int4pack_mm"}
 _OWN_SPARSE_KERNELS = frozenset(
     {
-        # Registered in sparse.cpp.
+        # Operators whose kernels sparse.cpp registers.
         "empty.memory_format", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors",
         "sparse_dim", "dense_dim", "_nnz", "is_coalesced", "_coalesced_", "_indices", "_values", "indices", "values",
     }

@@ -40,7 +40,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     from whet.device.virtual_mac import install
 
     try:
-        _answer_as(install(machine))
+        _mock_platform(install(machine))
     except WhetError as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -50,7 +50,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"virtual Mac: {machine}, simulated on this machine's CPU" if machine else None
 
 
-def _answer_as(machine: "Machine") -> None:
+def _mock_platform(machine: "Machine") -> None:
     """Make `platform.mac_ver()` and the `sysctl` program report the facts of `machine`.
 
     Child processes find this `sysctl` too. `sys.platform` stays "linux", because Python and torch really run on Linux.

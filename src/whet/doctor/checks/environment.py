@@ -75,7 +75,7 @@ def _caffeinate(target: DeviceUnderTest) -> CheckFinding:
 
 
 def _disk(_: DeviceUnderTest) -> CheckFinding:
-    """Write, sync and read back a file, and time it."""
+    """Write, sync and read back a file, and report the time."""
     with tempfile.TemporaryDirectory(prefix="whet-doctor-") as folder:
         path = Path(folder, "trial")
         start = time.perf_counter()

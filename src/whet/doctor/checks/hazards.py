@@ -51,7 +51,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def _both(target: DeviceUnderTest, compute: Any, *inputs: Tensor) -> tuple[Any, Any]:
-    """Return outputs and gradients on the device and on the CPU."""
+    """Run a function on the device and on the CPU. Return the outputs and gradients of both."""
     on_device = forward_and_backward(compute, inputs, target.torch_device)
     return on_device, forward_and_backward(compute, inputs, _CPU)
 
@@ -180,7 +180,7 @@ def _large_scores(target: DeviceUnderTest) -> tuple[Any, Any]:
 # --- Copies, views and strides ----------------------------------------------------------------------------------------
 
 
-@_hazard(189563, "a copy to the CPU in another type leaves its source alone", tolerance=1e-3, is_quick=True)
+@_hazard(189563, "a copy to the CPU in another dtype does not change its source", tolerance=1e-3, is_quick=True)
 def _converting_copy(target: DeviceUnderTest) -> tuple[Any, Any]:
     whole = draw(4_100)
     source = target.put(whole)

@@ -42,7 +42,7 @@ def time_interleaved(calls: Mapping[str, tuple[AbstractDevice, Callable[[], obje
 
 
 def _best_of_few(device: AbstractDevice, call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of a few warm calls. The minimum is robust against other load."""
+    """Return the time of the fastest of a few calls after warm-up. The minimum is least affected by other load."""
     call()
     seconds = []
     for _ in range(4):
@@ -55,7 +55,7 @@ def _best_of_few(device: AbstractDevice, call: Callable[[], object]) -> float:
 
 
 def _spread(seconds: list[float]) -> float:
-    """Return half the interquartile range, divided by the median."""
+    """Return half of the interquartile range relative to the median."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / 2 / middle
 
@@ -113,7 +113,7 @@ def _bandwidth(target: DeviceUnderTest) -> CheckFinding:
 
 def _copies(target: DeviceUnderTest) -> CheckFinding:
     device = target.device
-    if device.kind == "cpu":
+    if device.is_cpu:
         return not_applicable("nothing has to be copied")
     host = torch.zeros(2**24)
     there = device.put(host)
@@ -165,14 +165,14 @@ def _stepper(device: AbstractDevice, *, width: int, batch: int) -> Callable[[], 
 def _training(target: DeviceUnderTest, *, width: int, batch: int) -> CheckFinding:
     device = target.device
     calls = {target.device.kind: (device, _stepper(device, width=width, batch=batch))}
-    if device.kind != "cpu":
+    if not device.is_cpu:
         calls["cpu"] = (CpuDevice(), _stepper(CpuDevice(), width=width, batch=batch))
     seconds = time_interleaved(calls)
     figures: dict[str, Figure] = {"tokens": batch * 64, "width": width}
     for name, taken in seconds.items():
         figures |= {f"{name}_seconds": statistics.median(taken), f"{name}_spread": _spread(taken)}
     what = f"{format_seconds(statistics.median(seconds[device.kind]))} a step"
-    if device.kind != "cpu":
+    if not device.is_cpu:
         # Take the median of the ratios of consecutive pairs, so that drift between pairs cancels out.
         ratio = statistics.median(c / d for c, d in zip(seconds["cpu"], seconds[device.kind], strict=True))
         figures["times_the_cpu"] = ratio
@@ -182,7 +182,7 @@ def _training(target: DeviceUnderTest, *, width: int, batch: int) -> CheckFindin
 
 def _memory(target: DeviceUnderTest) -> CheckFinding:
     device = target.device
-    if device.kind == "cpu":
+    if device.is_cpu:
         return not_applicable("there is no cache to empty", limit_bytes=device.memory.usage().limit)
     seconds = []
     for _ in range(3):

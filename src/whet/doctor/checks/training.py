@@ -93,7 +93,7 @@ def _same_twice(make: Callable[[], ModelTask], target: DeviceUnderTest) -> Check
         return good("the same step twice gives the same bits")
     error = relative_error(other[2], one[2])
     what = f"the same step twice gives different bits in {len(different)} of {len(one[2])} tensors"
-    if error <= UPDATE and target.device.kind == "cuda":
+    if error <= UPDATE and target.device.adds_in_any_order:
         # As PyTorch documents for CUDA, the result of atomic sums depends on their order. deterministic=on avoids them.
         return good(f"{what}, by rounding", error=error, num_different=len(different))
     return differs(what, error=error, num_different=len(different))
@@ -203,7 +203,7 @@ def _interrupted(target: DeviceUnderTest) -> CheckFinding:
 
 
 def _moved(target: DeviceUnderTest) -> CheckFinding:
-    if target.device.kind == "cpu":
+    if target.device.is_cpu:
         return not_applicable("there is nowhere to move to")
     with tempfile.TemporaryDirectory(prefix="whet-doctor-") as folder:
         stayed, moving = Path(folder, "stayed"), Path(folder, "moving")

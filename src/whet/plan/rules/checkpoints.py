@@ -35,7 +35,7 @@ def choose_checkpoint_steps(context: RuleContext) -> Decision:
     Why: a number of steps does not bound the time that a crash can cost, so the interval is in minutes by default.
     When wrong: when checkpoints must be at fixed steps, for example to compare runs.
     Override: checkpoint_steps=N.
-    Sources: as C1.
+    Sources: see rule C1.
     """
     return Decision(value=None, reason="time decides", evidence={"num_steps": context.workload.num_steps})
 
@@ -47,20 +47,20 @@ def choose_checkpoint_epochs(context: RuleContext) -> Decision:
     Why: an epoch may take a second or a day, so the interval is in minutes by default.
     When wrong: when the state at the end of each epoch is needed.
     Override: checkpoint_epochs=N.
-    Sources: as C1.
+    Sources: see rule C1.
     """
     return Decision(value=None, reason="time decides", evidence={"num_samples": context.workload.num_samples})
 
 
-@rule("C4", "keep")
-def choose_keep(context: RuleContext) -> Decision:
+@rule("C4", "keep_checkpoints")
+def choose_keep_checkpoints(context: RuleContext) -> Decision:
     """Number of latest checkpoints to keep, in addition to the best one and two milestones.
 
     Why: with two, one is always complete while the other is replaced. Milestones are older checkpoints for the case
     that a run went wrong: in a run of 100 steps or more, the first checkpoint of each of the two newest tenths. They
     are deleted first when the disk is nearly full.
     When wrong: little disk space, or a run that may have to roll back far.
-    Override: keep=N, 2 or more.
+    Override: keep_checkpoints=N, 2 or more.
     Sources: torchtitan rejects 1 for the same reason.
     """
     return Decision(

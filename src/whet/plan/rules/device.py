@@ -74,16 +74,18 @@ def choose_keep_awake(context: RuleContext) -> Decision:
 
 @rule("H1", "on_heat")
 def choose_on_heat(context: RuleContext) -> Decision:
-    """What to do if the machine is throttled by heat: warn, rest part of the time (pace), or pause until it is cool.
+    """What to do if heat throttles the machine: warn, slow down by resting part of the time, or pause until it is cool.
 
     Why: a hot machine throttles itself and is not damaged. Whether it should rest depends on noise, comfort and
     battery, so the choice is yours. No value changes what is trained, because whet only waits between steps.
-    When wrong: a laptop without a fan on a long run. `pace` rests at least 20 % of the time until it is cool enough.
+    When wrong: a laptop without a fan on a long run. `slow_down` rests at least 20 % of the time until it is cool.
     `pause` saves, and waits until the sensor is back to normal (at most 15 minutes, or two without a sensor).
-    Override: on_heat=pace or on_heat=pause, also when a run is resumed; epochs_per_session=2 trains two epochs at a
-    time.
+    Override: on_heat=slow_down or on_heat=pause, also when a run is resumed; epochs_per_session=2 trains two epochs at
+    a time.
     Sources: public advice (2 to 3 epochs at a time, with breaks); OSThermalNotification.h; ggml-org/llama.cpp#16634.
     """
     is_fanless = context.machine.is_fanless
-    reason = "no fan: on_heat=pace would keep it cooler" if is_fanless else "waiting costs time, and heat does no harm"
+    reason = (
+        "no fan: on_heat=slow_down would keep it cooler" if is_fanless else "waiting costs time, and heat does no harm"
+    )
     return Decision(value="warn", reason=reason, evidence={"is_fanless": is_fanless})

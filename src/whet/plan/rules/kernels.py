@@ -30,7 +30,8 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
     Your own optimizer object gets fused kernels too, if it is torch's Adam, AdamW, SGD or Adagrad (Adagrad not on MPS,
     and on CUDA from torch 2.13 on), and if you did not set `fused`, `foreach` or `capturable`. The update rule is the
     same, but results are not bit-identical: after 100 steps of AdamW on a CPU, the loss differed by 2.4e-7. The flags
-    of the optimizer are restored when the session ends.
+    of the optimizer are restored when the session ends. torch's other optimizers have no fused kernels, nor have
+    adafactor and adam_atan2, which use lists or a loop.
     When wrong: sparse gradients, complex parameters, parameters that are views with gaps, and gradients whose memory
     layout differs from that of their parameter, which torch's fused CPU kernels read wrongly without an error. These
     cases are detected, and your optimizer keeps its own kernels. On MPS, fp16 loss scaling with torch before 2.13.
@@ -52,6 +53,12 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
     if device == "mps" and context.precision == "fp16" and torch.is_before(2, 13) is not False:
         reason = "fused kernels ignore the loss scale on MPS before torch 2.13"
         return Decision(value="loop", reason=reason, evidence=evidence)
+    built, kernels = context.workload.built_optimizer, context.workload.built_kernels
+    if kernels and "fused" not in kernels:
+        # whet's own adam_atan2 uses lists everywhere. torch's default on MPS and CPU is a loop.
+        value = "foreach" if built == "adam_atan2" or device == "cuda" else "loop"
+        reason = f"{built} has no fused kernels"
+        return Decision(value=value, reason=reason, evidence={**evidence, "optimizer": built})
     default = "a loop over parameters" if device in ("mps", "cpu") else "foreach"
     reason = f"the same update in fewer kernels; torch's default is {default}"
     return Decision(value="fused", reason=reason, evidence=evidence)
@@ -199,7 +206,7 @@ def choose_threads(context: RuleContext) -> Decision:
     chosen = context.system_state.environment.wait_variable
     if chosen is None or context.device_type != "cpu":
         return decision
-    return replace(decision, reason=f"{decision.reason}; they wait as your {chosen} says")
+    return replace(decision, reason=f"{decision.reason}; they wait as set by {chosen}")
 
 
 def _choose_num_threads(context: RuleContext) -> Decision:

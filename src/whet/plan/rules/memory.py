@@ -86,7 +86,7 @@ def choose_micro_batch(context: RuleContext) -> Decision:
     large kernels keep a GPU busy, and the gradient is the same sum. Losses are summed with the weight of their samples
     or tokens, so a short last micro-batch has its proper weight. With several processes, each splits its own share. On
     M1 and M2 with torch up to 2.13, a matrix product over more than 32,768 rows gives wrong gradients, so micro-batch
-    times length stays within this limit. The batch is not split if that would change the training, as with BatchNorm,
+    times length stays within this limit. The batch is not split if that would change what is trained, as with BatchNorm,
     or with a loss that is not a mean over samples. Parts may have any size: batch sizes that are powers of two gained
     nothing on a CPU, and only widths need to be multiples of 8 (docs/lab.md, 2026-11-18).
     When wrong: speed often saturates earlier, so a smaller micro-batch may be as fast and leave memory free. A head
@@ -149,13 +149,13 @@ def choose_eval_batch(context: RuleContext) -> Decision:
 def choose_lengths(context: RuleContext) -> Decision:
     """How samples of different lengths are batched.
 
-    Why: the samples of a global batch may be sorted by length before they are split, which reduces padding and leaves
-    the samples of the step the same. On MPS, each new shape adds a compiled graph that is never freed (9 MB grew to
-    13.7 GB in one epoch of 315 shapes). So lengths are rounded up to one of four. The number of rows has at most three
-    values, so a column has at most twelve shapes in a whole run. The event of each epoch counts them. A model that
-    accepts packed samples computes no padding: on a CPU it took 15.5 s instead of 26.7 s for the same texts. On CUDA,
-    torch has an attention kernel for packed samples in half precision (from torch 2.10 and compute capability 8.0 on).
-    If steps are captured or compiled, packed batches are filled up to one of about a dozen total lengths
+    Why: the samples of a global batch may be sorted by length before they are split, which reduces padding and does not
+    change the samples of the step. On MPS, each new shape adds a compiled graph that is never freed (9 MB grew to 13.7
+    GB in one epoch of 315 shapes). So lengths are rounded up to one of four values. The number of rows has at most
+    three values, so a column has at most twelve shapes in a whole run. The event of each epoch counts them. A model
+    that accepts packed samples computes no padding: on a CPU it took 15.5 s instead of 26.7 s for the same texts. On
+    CUDA, torch has an attention kernel for packed samples in half precision (from torch 2.10 and compute capability 8.0
+    on). If steps are captured or compiled, packed batches are filled up to one of about a dozen total lengths
     (packed_bucketed) with dummy texts that are ignored, which are 2 to 6 % more tokens. Hugging Face Transformers
     models take padded batches. On a CPU, their blocks compute only the real tokens (unpadded), if loss and gradients of
     the first batch agree with those of the padded computation. Batches that are padded on the left, or have less than a
@@ -250,7 +250,7 @@ def choose_empty_cache(context: RuleContext) -> Decision:
     """
     is_mps = context.device_type == "mps"
     reason = "each epoch, and when the driver holds far more than the tensors need" if is_mps else "it only costs time"
-    value = "as needed" if is_mps else "never"
+    value = "on" if is_mps else "off"
     return Decision(value=value, reason=reason, evidence={"device": context.device_type})
 
 

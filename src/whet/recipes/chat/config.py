@@ -40,7 +40,7 @@ run.
 
 
 class ChatConfig(CommonConfig):
-    """The common options and the options of the model."""
+    """Options of the chat recipe: the common options, and options of the data and the model."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "global_batch_size": 8,
@@ -112,7 +112,7 @@ def resolve_seq_len(arch: ChatArch, *, longest: int) -> ChatArch:
 
 
 def describe_chat(config: ChatConfig, *, vocab_size: int, longest: int, num_rows: int | None) -> Workload:
-    """Describe the workload of a config."""
+    """Return the workload of a config, for planning."""
     arch = resolve_seq_len(config.arch, longest=longest)
     assert isinstance(arch.seq_len, int)
     return Workload(
@@ -120,6 +120,7 @@ def describe_chat(config: ChatConfig, *, vocab_size: int, longest: int, num_rows
         num_parameters=arch.num_parameters(vocab_size),
         global_batch_size=config.global_batch_size,
         optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
+        built_optimizer=config.optimizer,
         num_samples=num_rows,
         num_steps=config.count_steps(num_rows),
         max_length=arch.seq_len,

@@ -98,7 +98,7 @@ class ChatData:
 
 
 def read_chat(config: ChatConfig) -> ChatData:
-    """Read the conversations of a config."""
+    """Read the conversations of a config: its prepared folders, or the embedded conversations if it names none."""
     datasets = _open_datasets(config)
     tokenizer = datasets[0].tokenizer
     longest = max(split.facts.longest for data in datasets for split in (data.train, data.val, data.test))

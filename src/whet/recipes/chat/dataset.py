@@ -64,7 +64,7 @@ class Packer(Generic[Item]):
         return None
 
     def rest(self) -> Iterator[list[Item]]:
-        """Yield the rows that are still open, the fullest first."""
+        """Yield the incomplete rows that are left at the end, the fullest first."""
         for _, row in self._free:
             yield self._rows.pop(row)
 
@@ -89,7 +89,7 @@ def pack_in_order(lengths: Array, *, row_length: int) -> Array:
 
 
 class Document(NamedTuple):
-    """A conversation, or a segment of one, ready to be written."""
+    """A tokenized conversation, or a segment of one, ready to be written."""
 
     tokens: bytes
     """The token ids, in the dtype of `token_type`."""
@@ -144,7 +144,7 @@ class SplitWriter:
         return facts, {name: ChatFile(bytes=file.size, sha256=file.sha256) for name, file in written.items()}
 
     def abandon(self) -> None:
-        """Close the files without finishing them."""
+        """Close the files after an error, without completing their content."""
         for file in self._files.values():
             file.abandon()
 
@@ -215,7 +215,7 @@ class ChatSplit:
         return self._read(int(self.rows[index]), int(self.rows[index + 1]))
 
     def repack(self, row_length: int) -> "ChatSplit":
-        """Return the same documents in rows of another length."""
+        """Return the same documents packed into rows of a different length."""
         if row_length == self.row_length:
             return self
         if row_length < self.facts.longest:
@@ -274,7 +274,7 @@ def open_dataset(folder: Path, *, verify: bool = False) -> ChatDataset:
     tokenizer = ChatTokenizer.from_json(read_regular_file(folder / TOKENIZER, follows_links=True).decode())
     if tokenizer.vocab_size != manifest.vocab_size:
         raise WhetError(
-            f"{folder / TOKENIZER} is another tokenizer",
+            f"{folder / TOKENIZER} is a different tokenizer",
             got=f"{tokenizer.vocab_size} ids, not {manifest.vocab_size}",
             try_="prepare the data again",
         )

@@ -72,7 +72,7 @@ def open_embedded() -> ChatDataset:
 
 
 def _key() -> str:
-    """Return a hash of everything that the conversations depend on."""
+    """Return the cache key: a hash of the versions and files that determine the conversations."""
     digest = hashlib.sha256(platform.python_version().encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -123,7 +123,10 @@ def read_openassistant(record: Mapping[str, Any]) -> tuple[Turn, ...]:
 
 
 def merge_openassistant(records: Iterable[Record]) -> Iterator[Record]:
-    """Merge the messages of a tree, which are adjacent in the flat dump, into one record. Keep other records."""
+    """Merge the messages of a tree, which are adjacent in the flat dump, into one record.
+
+    Yield all other records unchanged.
+    """
     rows: list[Record] = []
     for record in records:
         is_row = is_message(record.value)
@@ -210,7 +213,7 @@ _TRM_HINT = "the JSON file that it was prepared from"
 
 
 def is_trm_folder(path: Path) -> bool:
-    """Return whether a folder has the files of the fork."""
+    """Return whether a folder has the files that the chat fork of TinyRecursiveModels writes."""
     return all(
         (path / name).is_file() for name in ("train/dataset.json", f"train/{TRM_ROWS}", "tokenizer/tokenizer.json")
     )

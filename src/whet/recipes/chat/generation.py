@@ -32,7 +32,10 @@ class PreallocatedCache:
         self._next = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the next attention layer. Return those of all visible positions."""
+        """Store the keys and values of the next attention layer.
+
+        Return the keys and values of all visible positions.
+        """
         assert self._positions is not None
         if self._next == len(self._layers):
             self._layers.append((self._allocate(keys), self._allocate(values)))
@@ -45,7 +48,7 @@ class PreallocatedCache:
         return layer[0][:, :, : self._num_keys], layer[1][:, :, : self._num_keys]
 
     def keep(self, rows: Tensor) -> None:
-        """Keep these rows of the batch and drop the rest."""
+        """Keep only these rows of the batch."""
         self._layers = [(keys[rows], values[rows]) for keys, values in self._layers]
 
     def _allocate(self, like: Tensor) -> Tensor:
@@ -126,7 +129,7 @@ def mask_tokens(logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """One row of a batch: a prompt, and how to continue it."""
+    """One row of a batch: a prompt and the sampling parameters for its continuation."""
 
     prompt: Sequence[int]
     max_new_tokens: int

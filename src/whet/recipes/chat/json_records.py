@@ -90,7 +90,7 @@ _JSON_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|["{}\[\],]', re.DOTALL)
 
 
 class Record(NamedTuple):
-    """A record of a file, parsed or not."""
+    """A record of a file: its parsed value, or the reason why it cannot be parsed."""
 
     number: int
     """The line number, or the index in the array, counted from 1."""

@@ -88,7 +88,9 @@ def read_manifest(folder: Path) -> ChatManifest:
         raise WhetError(f"cannot read {path}", got=str(error)[:200], try_="prepare the data again") from None
     if not isinstance(read, dict) or read.get("format") != FORMAT:
         got = read.get("format") if isinstance(read, dict) else type(read).__name__
-        raise UsageError(f"{path} has another format", got=str(got)[:100], try_=f"{FORMAT!r}: prepare the data again")
+        raise UsageError(
+            f"{path} has an unsupported format", got=str(got)[:100], try_=f"{FORMAT!r}: prepare the data again"
+        )
     return ChatManifest.from_json(read, where=path)
 
 

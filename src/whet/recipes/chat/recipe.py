@@ -90,7 +90,7 @@ class ChatRecipe(Recipe):
         return error if data_folders(config) else explain_data_change(error, _EMBEDDED, versions)
 
     def load_generator(self, metadata: dict[str, Any]) -> "Responder":
-        """Create a responder whose model has no trained weights yet."""
+        """Create a responder from a run's metadata. The caller then loads the weights into its model."""
         from whet.recipes.chat.responder import restore_responder
 
         return restore_responder(metadata)
@@ -100,7 +100,7 @@ def check_vocabulary(data: "ChatData", metadata: dict[str, Any], *, where: str) 
     """Raise UsageError if the weights of `init_from` were not trained with the tokenizer of the data."""
     if metadata.get("tokenizer") != data.tokenizer.to_json():
         raise UsageError(
-            f"{where} was trained with another tokenizer than the data has",
+            f"{where} was trained with a different tokenizer than that of the data",
             got=f"{metadata.get('vocab_size', 'no')} tokens there, {data.tokenizer.vocab_size} in the data",
             try_="whet data chat ... with the tokenizer of the first data",
         )

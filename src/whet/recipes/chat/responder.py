@@ -83,7 +83,7 @@ class Responder:
         return Prompt(ids=tuple(ids), num_dropped_turns=num_dropped)
 
     def text_prompt(self, text: str) -> Prompt:
-        """Encode a text that the model is to continue."""
+        """Encode a plain text as a prompt for the model to continue."""
         return Prompt(ids=(self.tokenizer.role_ids["assistant"], *self.tokenizer.encode(text)))
 
     def respond(self, prompt: Prompt, *, max_new_tokens: int, sampling: Sampling) -> Iterator[TextChunk]:
@@ -130,7 +130,7 @@ def responder_metadata(tokenizer: ChatTokenizer, arch: ChatArch) -> dict[str, An
 
 
 def restore_responder(metadata: dict[str, Any]) -> Responder:
-    """Create a responder whose model has no trained weights yet."""
+    """Create a responder from saved metadata. The caller then loads the weights into its model."""
     arch = ChatArch.model_validate(metadata["arch"])
     tokenizer = ChatTokenizer.from_json(metadata["tokenizer"])
     if tokenizer.vocab_size != metadata["vocab_size"] or not isinstance(arch.seq_len, int):

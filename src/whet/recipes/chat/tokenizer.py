@@ -62,7 +62,7 @@ class ChatTokenizer:
             return cls(Engine.from_str(text if isinstance(text, str) else text.decode()))
         except Exception as error:  # The tokenizers library raises a bare Exception.
             raise WhetError(
-                "a tokenizer cannot be read", got=str(error)[:200], try_="a tokenizer.json, unchanged"
+                "the tokenizer cannot be read", got=str(error)[:200], try_="a tokenizer.json, unchanged"
             ) from None
 
     def to_json(self) -> str:

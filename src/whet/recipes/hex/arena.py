@@ -106,7 +106,7 @@ _CONFIDENCE_95 = 1.959964
 
 
 class Rating(FrozenModel):
-    """The rating of the first player, from the results of a match."""
+    """The rating of the first player: win rate and Elo difference with confidence intervals."""
 
     num_games: int
     num_wins: int
@@ -173,7 +173,7 @@ def elo(share: float) -> float | None:
 
 
 class Contest(FrozenModel):
-    """The players, the settings and the result of a match."""
+    """A match that has been played: its players, settings and result."""
 
     one: str
     two: str

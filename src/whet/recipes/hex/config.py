@@ -48,7 +48,7 @@ class SelfPlayOptions(BaseModel):
 
 
 class HexConfig(CommonConfig):
-    """Options of the Hex recipe: the common options, and those of the loss, the data and the net."""
+    """Options of the Hex recipe: the common options, and options of the loss, the data and the net."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"global_batch_size": 256, "lr": 2e-3, "dropout": 0.0}
     descriptions: ClassVar[Mapping[str, str]] = {"dropout": "dropout before the last layer of the value head"}
@@ -93,7 +93,7 @@ class HexConfig(CommonConfig):
 def check_board_size(config: HexConfig, size: int) -> None:
     """Raise UsageError if the data does not have the configured board size."""
     if config.size not in ("auto", size):
-        raise UsageError("the data has boards of another size", got=f"size={config.size}", try_=f"size={size}")
+        raise UsageError("the data has boards of a different size", got=f"size={config.size}", try_=f"size={size}")
 
 
 def check_data_path(config: HexConfig) -> None:
@@ -129,6 +129,7 @@ def describe_hex(config: HexConfig, *, size: int | None = None, num_samples: int
         num_parameters=count_parameters(config.arch),
         global_batch_size=config.global_batch_size,
         optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
+        built_optimizer=config.optimizer,
         num_samples=num_samples,
         num_steps=config.count_steps(num_samples),
         # Only the linear layers of attention blocks are matrix products with one row per cell.

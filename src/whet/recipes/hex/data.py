@@ -117,7 +117,7 @@ def _without(games: Games, trained: set[bytes]) -> Games:
 
 
 def to_columns(samples: Samples) -> Columns:
-    """Return samples as tensors.
+    """Convert samples to the columns of the training data.
 
     `board` is the board from the mover's perspective, `move` the cell played (-1 for none), and `win` is 1 if the mover
     won the game.

@@ -108,7 +108,10 @@ def write_self_games(path: Path, played: SelfPlayGames) -> None:
 
 
 def read_self_games(path: Path) -> SelfPlayGames | None:
-    """Read games. Return None if the file is missing or damaged: the same games can be played again."""
+    """Read self-play games.
+
+    Return None if the file is missing or damaged, because the same games can be played again.
+    """
     arrays = read_arrays(path)
     return SelfPlayGames(**arrays) if arrays is not None and {*arrays} == {*_ARRAYS} else None
 
@@ -172,7 +175,7 @@ class SelfPlay:
 
     @property
     def config(self) -> HexConfig:
-        """Options of the run."""
+        """The options of the self-play run."""
         return self.resolved.config
 
     def run(self) -> int:
@@ -235,7 +238,7 @@ class SelfPlay:
         )
 
     def _games(self, number: int, state: SelfPlayState, device: AbstractDevice) -> SelfPlayGames:
-        """Return the games that the champion plays for a generation. Play them if they are not on disk."""
+        """Return the self-play games for a generation. Read them from disk, or let the champion play them."""
         path = games_path(self.folder, number)
         games = read_self_games(path)
         if games is None:

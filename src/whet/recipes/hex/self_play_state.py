@@ -63,12 +63,12 @@ def read_state(folder: Path) -> SelfPlayState:
     except ValueError as error:
         raise WhetError(f"{path} is damaged", got=str(error)[:200], try_="a new folder with --run DIR") from None
     if state.format != FORMAT:
-        raise UsageError(f"{path} has another format", got=state.format[:60], try_="a new folder with --run DIR")
+        raise UsageError(f"{path} has an unsupported format", got=state.format[:60], try_="a new folder with --run DIR")
     return state
 
 
 def write_state(folder: Path, state: SelfPlayState) -> None:
-    """Write the state atomically."""
+    """Write the state file of a self-play run atomically."""
     durable.write_file(folder / STATE, data=strict_json.encode(state.as_json()).encode())
 
 
@@ -86,7 +86,7 @@ def open_state(folder: Path, *, config: dict[str, Any]) -> SelfPlayState:
     changed = [name for name, value in config.items() if name != "loop" and state.config.get(name, value) != value]
     if changed:
         raise UsageError(
-            f"{folder} was started with another {changed[0]}",
+            f"{folder} was started with a different {changed[0]}",
             got=f"{changed[0]}={config[changed[0]]}",
             try_=f"{changed[0]}={state.config[changed[0]]}, or another --run DIR",
         )

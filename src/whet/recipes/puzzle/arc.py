@@ -49,7 +49,7 @@ def _hash(cells: list[list[int]]) -> str:
 
 
 class ArcVotes:
-    """The predictions of an evaluation, by task and test input."""
+    """Collects the predictions of an evaluation as votes, by task and test input."""
 
     def __init__(self, tasks: ArcTasks) -> None:
         self._tasks = tasks
@@ -100,5 +100,5 @@ def crop(tokens: np.ndarray) -> np.ndarray:
     widths = np.minimum.accumulate(is_color.cumprod(1).sum(1))
     height = int(np.argmax(widths * np.arange(1, ARC_SIDE + 1))) + 1
     colors: np.ndarray = (canvas[:height, : widths[height - 1]] - _FIRST_COLOR).astype(np.uint8)
-    # Without any color, return shape (0, 0) instead of (1, 0).
+    # If the canvas has no color, return shape (0, 0) instead of (1, 0).
     return colors if colors.size else colors[:0]

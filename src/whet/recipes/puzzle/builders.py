@@ -79,7 +79,7 @@ class _Split:
 
 @dataclass(frozen=True, kw_only=True)
 class _Built:
-    """A dataset before it is written."""
+    """The splits and names of a dataset before it is written."""
 
     splits: dict[str, _Split]
     num_tokens: int
@@ -381,6 +381,8 @@ def _write(folder: Path, built: _Built, *, kind: Kind) -> None:
     _write_json(folder / "identifiers.json", built.names)
     if built.test_puzzles is not None:
         _write_json(folder / "test_puzzles.json", built.test_puzzles)
+    # NumPy does not sync the files that it writes.
+    durable.sync_files(folder)
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -388,7 +390,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def summary_lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
-    """Yield the lines that describe the summary of a build."""
+    """Format the summary of a build as lines for the terminal."""
     counts = ", ".join(
         f"{name} {summary[f'{name}_examples']:,} examples of {summary[f'{name}_groups']:,} puzzles"
         for name in _SPLITS

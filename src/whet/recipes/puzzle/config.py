@@ -89,7 +89,7 @@ class PuzzleArch(BaseModel):
 
 
 class PuzzleConfig(CommonConfig):
-    """Options of the puzzle recipe: the common options, and those of the data and the model."""
+    """Options of the puzzle recipe: the common options, and options of the data and the model."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "global_batch_size": 64,
@@ -198,6 +198,7 @@ def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int 
         num_parameters=count_parameters(config.arch, sizes),
         global_batch_size=config.global_batch_size,
         optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
+        built_optimizer=config.optimizer,
         num_samples=num_samples,
         num_steps=config.count_steps(num_samples),
         max_length=sizes.length + config.arch.puzzle_emb_len,

@@ -206,7 +206,7 @@ def puzzle_losses(logits: Tensor, halt: Tensor, labels: Tensor) -> PuzzleLosses:
     """Return the losses of each puzzle. The target of `halt` is whether all tokens are correct."""
     is_counted = labels != IGNORED_LABEL
     num_counted = is_counted.sum(-1).clamp(min=1)
-    # Ignored tokens do not count.
+    # Ignored tokens count as correct, so that they do not affect `halt`.
     is_right = ((logits.argmax(-1) == labels) | ~is_counted).all(-1)
     halting = functional.binary_cross_entropy_with_logits(halt, is_right.to(halt.dtype), reduction="none")
     tokens = stablemax_loss(logits, labels).sum(-1) / num_counted

@@ -46,7 +46,7 @@ class TokenLayout:
 
 
 def token_layout(tokens: Padded | Packed) -> TokenLayout:
-    """Compute the layout of a batch."""
+    """Compute the positions and spans of the tokens of a padded or packed batch."""
     device = tokens.values.device
     starts: Tensor | None
     if isinstance(tokens, Padded):
@@ -91,8 +91,9 @@ def attend(qkv: Tensor, layout: TokenLayout, *, num_heads: int, dropout: float =
         longest = layout.is_real.shape[1]
         return varlen_attention(qkv, layout.starts, num_heads=num_heads, max_length=longest, dropout=dropout)
     padded = layout.to_padded(qkv)
-    queries, keys, values = padded.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, L, W / H)
-    # True where attention is allowed, broadcast over heads and queries.
+    # Queries, keys and values, each (B, H, L, W / H).
+    queries, keys, values = padded.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    # The mask is true where attention is allowed. It is broadcast over heads and queries.
     mask = layout.is_seen[:, None, None]
     out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout)
     return layout.from_padded(out.transpose(1, 2).flatten(2))

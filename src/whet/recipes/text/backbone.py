@@ -272,7 +272,7 @@ def _download(name: str) -> Path:
             return cached
     try:
         return snapshot(is_local=False)
-    except Exception as error:  # Many types: no network, unknown name, no permission, full disk.
+    except Exception as error:  # Many types of errors are possible: no network, unknown name, no permission, full disk.
         what, detail = explain_hub_error(error)
         raise WhetError(
             f"there is no folder {repo}, and {what}",

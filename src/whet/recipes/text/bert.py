@@ -42,7 +42,7 @@ class Bert(nn.Module):
         return bert.train(network.training)
 
     def forward(self, tokens: Padded | Packed) -> Tensor:
-        """Return the logits, (B, C)."""
+        """Return the class logits, (B, C), for a padded or packed batch."""
         pooled: Tensor = self.network[self._body](tokens, token_layout(tokens))
         logits: Tensor = self.network["classifier"](self.dropout(pooled))
         return logits

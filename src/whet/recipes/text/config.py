@@ -106,7 +106,7 @@ class TextConfig(CommonConfig):
         "epochs": "passes over the training data; linear 20; 4 for a pretrained model, SciBERT's best were 2 or 4",
         "lr": "learning rate; linear 2; pretrained 2e-5, SciBERT's best; lora 2e-4; freeze=encoder 1e-3",
         "global_batch_size": "samples per optimizer step; linear 128; auto measures a size and scales lr",
-        "optimizer": "how weights are updated; linear sgd",
+        "optimizer": "optimizer that updates the weights; linear sgd",
         "eval_every": "steps between evaluations; auto: once per epoch; linear: at the end only",
     }
 
@@ -302,6 +302,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
         **_num_parameters(config, num_classes=EMBEDDED_CLASSES),
         global_batch_size=config.global_batch_size,
         optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
+        built_optimizer=config.optimizer,
         num_samples=num_samples,
         num_steps=config.count_steps(num_samples),
         max_length=max_length,
@@ -335,6 +336,7 @@ def _describe_linear(config: TextConfig) -> Workload:
         **_num_parameters(config, num_classes=EMBEDDED_CLASSES),
         global_batch_size=config.global_batch_size,
         optimizer_bytes=OPTIMIZER_BYTES[config.optimizer],
+        built_optimizer=config.optimizer,
         num_steps=config.count_steps(None),
         max_length=LINEAR_NGRAMS,
         lengths_vary=True,
@@ -355,7 +357,7 @@ def describe_data(
     classes: Sequence[str],
     vocab_size: int,
 ) -> Workload:
-    """Add the facts that are known once the data has been read."""
+    """Return the workload with the sizes that are known once the data has been read."""
     known = {
         **_num_parameters(config, num_classes=len(classes), vocab_size=vocab_size),
         "num_samples": num_samples,

@@ -28,7 +28,7 @@ class Examples:
         return len(self.texts)
 
     def at(self, rows: Sequence[int]) -> "Examples":
-        """Select rows, in the given order."""
+        """Return the examples in these rows, in the given order."""
         return Examples(
             texts=tuple(self.texts[row] for row in rows),
             labels=tuple(self.labels[row] for row in rows),
@@ -37,7 +37,7 @@ class Examples:
         )
 
     def joined(self, other: "Examples") -> "Examples":
-        """Concatenate with the rows of another set."""
+        """Return the examples of this set followed by those of another set."""
         return Examples(
             texts=self.texts + other.texts,
             labels=self.labels + other.labels,
@@ -117,7 +117,9 @@ def split(
 
 
 def _assign_splits(sizes: Sequence[int]) -> list[str]:
-    """Assign units of these sizes to splits. Of ten single rows, the fifth goes to val and the tenth to test.
+    """Return a split for each group of rows, given the sizes of the groups.
+
+    Of ten single rows, the fifth goes to val and the tenth to test.
 
     >>> _assign_splits([1] * 10)
     ['train', 'train', 'train', 'train', 'val', 'train', 'train', 'train', 'train', 'test']

@@ -139,7 +139,7 @@ def token_column(
     return Ragged.of([torch.tensor(row) for row in ids], pad_value=PAD_ID)
 
 
-# --- baseline ---------------------------------------------------------------------------------------------------------
+# --- trivial baselines ------------------------------------------------------------------------------------------------
 
 
 def baseline_metrics(corpus: Corpus) -> dict[str, dict[str, float]]:
@@ -181,7 +181,7 @@ def _naive_bayes(corpus: Corpus) -> list[int]:
 
 
 def _full_texts(examples: Examples) -> list[str]:
-    """Return the texts joined with their second texts."""
+    """Return each text joined with the second text of its pair."""
     pairs = examples.pairs or ("",) * len(examples)
     return [f"{text} {pair}" for text, pair in zip(examples.texts, pairs, strict=True)]
 

@@ -116,7 +116,7 @@ def _paragraphs(files: list[Path]) -> Iterator[str]:
 def _root(library: str) -> Path:
     if library == "stdlib":
         return Path(sysconfig.get_path("stdlib"))
-    spec = importlib.util.find_spec(library)  # Locates a top-level package without importing it.
+    spec = importlib.util.find_spec(library)  # find_spec locates a top-level package without importing it.
     if spec is None or spec.origin is None:
         # Do not skip the library: with five classes, this would be a different task with a different accuracy.
         raise WhetError(

@@ -96,7 +96,7 @@ class Scores:
 
     @property
     def confusion(self) -> Array:
-        """One row per true class and one column per predicted class; None for multi-label data or too many classes."""
+        """The confusion matrix, with true classes as rows; None for multi-label data or too many classes."""
         return self._sums.get("confusion")
 
     def add(self, probabilities: Array, truth: Array) -> Array:

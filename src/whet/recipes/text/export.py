@@ -153,7 +153,7 @@ def _check_same_logits(network: nn.Module, file: Path, sample: dict[str, Tensor]
     difference = float((torch.from_numpy(logits) - expected).abs().max())
     if not difference <= _TOLERANCE:
         raise WhetError(
-            "the ONNX file computes other logits than the model",
+            "the ONNX file computes different logits than the model",
             got=f"logits differ by {difference:.3g}",
             try_="--to transformers, or another version of torch and onnxscript",
         )

@@ -34,7 +34,7 @@ def make_tokenizer(config: TextConfig, corpus: Corpus, *, metadata: dict[str, An
         # Only runs of pretrained models have MODEL_CONFIG, and only runs of linear models have IS_LINEAR.
         if ((MODEL_CONFIG in metadata), bool(metadata.get(IS_LINEAR))) != (config.is_pretrained, config.is_linear):
             raise UsageError(
-                "init_from is a run of another model",
+                "init_from is a run of a different model",
                 got=f"init_from={config.init_from} model={config.model}",
                 try_="the model of that run",
             )

@@ -39,7 +39,7 @@ class Encoder(nn.Module):
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, tokens: Padded | Packed) -> Tensor:
-        """Return the logits, (B, C)."""
+        """Return the class logits, (B, C), for a padded or packed batch."""
         layout = token_layout(tokens)
         # Clamp: padding may extend beyond the last learned position, but no token attends to it.
         positions = layout.positions.clamp(max=self.positions.num_embeddings - 1)

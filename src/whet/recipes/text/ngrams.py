@@ -155,7 +155,9 @@ class NgramClassifier(nn.Module):
         self.register_buffer("scale", torch.tensor(strengths).sqrt())
 
     def forward(self, tokens: Padded | Packed) -> Tensor:
-        """Return the logits, (B, C)."""
+        """Return the class logits, (B, C), for a batch of encoded n-grams."""
+        if isinstance(tokens, Packed) and tokens.values.is_cpu:
+            return self._classify_packed(tokens)
         layout = token_layout(tokens)
         padded = layout.to_padded(tokens.values) * layout.is_real
         ids, counts = padded // MAX_COUNT, padded % MAX_COUNT + 1
@@ -167,3 +169,16 @@ class NgramClassifier(nn.Module):
         weights = weights / torch.where(is_word, words, characters).sqrt().clamp(min=1e-12)
         logits = (functional.embedding(ids, self.weight) * weights[..., None]).sum(1)
         return logits[: layout.num_texts] * self.scale + self.bias
+
+    def _classify_packed(self, tokens: Packed) -> Tensor:
+        """Return the logits without padding. The sum over n-grams takes one kernel and no memory for their weights."""
+        starts, num_bags = tokens.starts.long(), len(tokens.starts) - 1
+        ids, counts = tokens.values // MAX_COUNT, tokens.values % MAX_COUNT + 1
+        weights = self.idf[ids] * (1 + counts.log())
+        owners = torch.repeat_interleave(torch.arange(num_bags), starts.diff(), output_size=len(ids))
+        # Word and character n-grams of each text have their own norm.
+        groups = 2 * owners + (ids <= self.num_words)
+        squares = weights.new_zeros(2 * num_bags).index_add(0, groups, weights.square())
+        weights = weights / squares.sqrt().clamp(min=1e-12)[groups]
+        logits = functional.embedding_bag(ids, self.weight, starts[:-1], mode="sum", per_sample_weights=weights)
+        return logits[: tokens.num_samples] * self.scale + self.bias

@@ -108,7 +108,10 @@ class TextPredictor:
         return self.classes.index(names[0])
 
     def _known_classes(self, labels: tuple[str, ...]) -> list[str] | None:
-        """Return the classes in `labels`, or None if one is unknown. As in training, a separator may join classes."""
+        """Return the classes in `labels`, or None if one is unknown.
+
+        A label may contain several classes joined by the separator.
+        """
         if all(label in self.classes for label in labels):
             return list(labels)
         if not self.is_multi_label or len(labels) != 1:

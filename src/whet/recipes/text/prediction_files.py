@@ -132,7 +132,7 @@ def _is_plain_text(source: TextSource, overrides: ColumnOverrides, trained_on: C
 
 
 def _present_columns(names: list[str], overrides: ColumnOverrides) -> ColumnOverrides:
-    """Keep the overrides that name an existing column."""
+    """Return the column overrides of the training run that name a column of this file."""
     known = {name.strip().lower() for name in names}
     given = overrides.model_dump(exclude_none=True)
     return ColumnOverrides(**{role: name for role, name in given.items() if name.strip().lower() in known})

@@ -80,12 +80,12 @@ class Pretrained(nn.Module):
         self._pools_last = config.model_type in _POOL_LAST_TOKEN
 
     def forward(self, tokens: Padded) -> Tensor:
-        """Return the logits, (B, C)."""
+        """Return the class logits, (B, C), for a padded batch."""
         ids, lengths = tokens.values, tokens.lengths
         position = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         # Shift each row to the right, so that its padding is on the left.
         if self._pools_last:
-            # Negative positions are the padding on the left.
+            # Positions below zero belong to the padding on the left.
             position = position + (lengths[:, None] - ids.shape[1])
             ids = ids.gather(1, position.clamp(min=0))
         is_real = (position >= 0) & (position < lengths[:, None])

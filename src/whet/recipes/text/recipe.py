@@ -218,7 +218,7 @@ def _check_not_imported(folder: str) -> None:
 
 def _check_same_classes(ours: Sequence[str], theirs: object, *, where: str) -> None:
     if not isinstance(theirs, list) or list(ours) != theirs:
-        raise UsageError(f"{where} has other classes", got=", ".join(ours)[:200], try_=f"data with {theirs}")
+        raise UsageError(f"{where} has different classes", got=", ".join(ours)[:200], try_=f"data with {theirs}")
 
 
 def recipe() -> TextRecipe:

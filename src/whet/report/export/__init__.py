@@ -1,1 +1,1 @@
-"""Export the numbers of a run as CSV or TensorBoard files, outside the run folder."""
+"""Export the metrics of a run as CSV or TensorBoard files, outside the run folder."""

@@ -1,4 +1,4 @@
-"""Write the numbers of a run as files into a new folder, completely or not at all."""
+"""Write the metrics of a run as CSV or TensorBoard files into a new folder, completely or not at all."""
 
 import csv
 import io
@@ -129,14 +129,14 @@ def _in_float32_range(value: float) -> float:
 FileWriter = Callable[[History], Iterator[tuple[str, Iterable[bytes]]]]
 
 FORMATS: dict[str, FileWriter] = {"csv": csv_files, "tensorboard": tensorboard_files}
-# Formats of models, which `whet.api.export` writes.
+# Formats of models. `whet.api.export` writes them.
 MODEL_FORMATS = ("safetensors", "transformers", "onnx")
 # Prefixes of exported files. A folder with any other file is never replaced.
 _EXPORT_PREFIXES = ("steps.", "evaluations.", "health.", "events.out.tfevents.")
 
 
 class ExportResult(FrozenModel):
-    """The folder and the files that were written."""
+    """The folder and the files that an export has written."""
 
     folder: Path
     files: dict[str, int]
@@ -144,7 +144,7 @@ class ExportResult(FrozenModel):
 
 
 def export_run(run: Run | Path | str, *, to: str, out: Path | str | None = None, force: bool = False) -> ExportResult:
-    """Write the numbers of a run into a new folder, by default NAME-FORMAT in the working folder.
+    """Write the metrics of a run into a new folder, by default NAME-FORMAT in the working folder.
 
     Steps that were repeated after a resume are written once. Raise UsageError if the folder exists, unless `force` is
     set and the folder contains only an export.
@@ -189,7 +189,7 @@ def publish_export(
         durable.publish_directory(folder, fill=fill_and_move_old)
     except BaseException:
         for aside in old:
-            aside.rename(folder)
+            durable.move(aside, folder)
         durable.remove_empty(made)
         raise
     for aside in old:

@@ -1,4 +1,4 @@
-"""The numbers of events by name, and tables of them."""
+"""The numeric fields of events by name, and tables with one row per event."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ _MAX_COLUMNS = 4_096
 
 @dataclass(frozen=True, slots=True)
 class ExportTable:
-    """A table with one row per event of a kind. Its columns are step, time (unix seconds) and the numbers."""
+    """A table with one row per event of a kind. Its columns are step, time (unix seconds) and the numeric fields."""
 
     name: str
     kind: str
     columns: tuple[str, ...]
-    """Names of the numbers, which follow `step` and `time`."""
+    """Names of the numeric fields, whose columns follow `step` and `time`."""
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def read_rows(history: History, table: ExportTable) -> Iterator[ExportRow]:
 
 
 def event_numbers(event: Event) -> dict[str, int | float]:
-    """Return all numbers of an event by name. A number in a nested map has a name such as "seconds/data"."""
+    """Return all numeric fields of an event by name. A number in a nested map has a name such as "seconds/data"."""
     numbers: dict[str, int | float] = {}
     for name, value in flatten_fields(event.fields):
         if type(value) is float or (type(value) is int and -_EXACT <= value <= _EXACT):
@@ -62,7 +62,7 @@ def event_numbers(event: Event) -> dict[str, int | float]:
 
 
 def named_event_numbers(event: Event) -> dict[str, float]:
-    """Return the numbers of an event by their exported names, such as train/loss, seconds/data and eval/accuracy.
+    """Return the numeric fields of an event by their exported names, such as train/loss or eval/accuracy.
 
     >>> named_event_numbers(Event(kind="step", time=1.0, step=3, fields={"loss": 0.5, "seconds": {"data": 0.25}}))
     {'train/loss': 0.5, 'seconds/data': 0.25}

@@ -24,7 +24,7 @@ class UnreachableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DashboardRow:
-    """The numbers of one step."""
+    """The metrics of one step, for the dashboard."""
 
     step: int
     time: float
@@ -33,7 +33,7 @@ class DashboardRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardedState:
-    """The last step that the dashboard already has, for all numbers (`step`) or for each (`by_name`)."""
+    """The last step that the dashboard already has: for all metrics (`step`), or for each one (`by_name`)."""
 
     step: int = -1
     by_name: Mapping[str, int] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name that MLflow accepts."""
+    """Replace the characters of a metric name that MLflow does not accept."""
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)[:_MAX_NAME].strip("/. ") or "_"
 
 

@@ -48,7 +48,7 @@ class RowCollector:
             self._open = DashboardRow(step, event.time, {**known, **named_event_numbers(event)})
 
     def rest(self) -> Iterator[DashboardRow]:
-        """Yield the newest row, if there is one."""
+        """Yield the row of the newest step, which is complete once the run has ended."""
         if self._open is not None:
             self._sent = self._open.step
             yield self._open
@@ -154,7 +154,7 @@ class _Retry:
 
 
 def _ignore(text: str) -> None:
-    """Discard a message."""
+    """Do nothing. This is the default for `notify`."""
 
 
 def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Event]]:

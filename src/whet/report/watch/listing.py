@@ -54,7 +54,10 @@ class RunListing:
         return self._folders.get(run)
 
     def changes(self, *, since: int = 0) -> ListingChanges:
-        """Return the runs that changed after a version, newest first, and those that were removed. By default, all."""
+        """Return the runs that changed after a version, newest first, and those that were removed.
+
+        Without a version, return all runs.
+        """
         runs = [run for run, version in list(self._changed_at.items()) if version > since]
         readers = dict(self._readers)
         changed = sorted((readers[run].status for run in runs if run in readers), key=lambda status: -status.updated)

@@ -56,7 +56,7 @@ class WorkTimer:
 
 @dataclass(frozen=True, slots=True)
 class RenderedRun:
-    """A rendered run with its version."""
+    """The rendered report of a run, with the version that it was rendered from."""
 
     version: str
     report: RunReport
@@ -79,7 +79,7 @@ class CachedRun:
         return 0 if self.history is None else len(self.history.layout.blocks)
 
     def refresh(self) -> LiveHistory:
-        """Open the run, or read its new events."""
+        """Open the run, or read its new events if it is already open."""
         if self.history is None:
             self.history = LiveHistory(self.folder)
         else:

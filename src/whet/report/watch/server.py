@@ -209,7 +209,7 @@ class WatchRoutes:
 
     def _scan(self) -> None:
         if time.monotonic() < self._scan_at:
-            return  # Another request has scanned in the meantime.
+            return  # Another request has scanned in the meantime, so the list is up to date.
         timer = WorkTimer()
         self._listing.scan()
         # Reading thousands of runs for the first time takes several scans.

@@ -51,7 +51,7 @@ _COLUMNS = ("state", "step", "loss", "curve", "left", "goal", "updated")
 
 
 class RunBoard(FrozenModel):
-    """The content of the live view at one point in time."""
+    """The runs that the live view shows at one point in time."""
 
     folder: Path
     now: float

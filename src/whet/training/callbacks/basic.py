@@ -42,7 +42,7 @@ class GarbageCollection(Callback):
 
     def on_epoch_end(self, state: State) -> Action:  # noqa: ARG002
         gc.collect()
-        if self._run.plan.empty_cache == "as needed":
+        if self._run.plan.empty_cache == "on":
             self._run.device.memory.empty_cache()
         return Action.NONE
 
@@ -57,7 +57,7 @@ class KeepAwake(Callback):
 
 
 class CoreContention(Callback):
-    """A callback that starts the contention watch and logs, once, what to export if torch was loaded before whet."""
+    """A callback that starts the contention watch, and logs which variable to export if torch was loaded too early."""
 
     every_seconds = 1.0
 
@@ -66,7 +66,7 @@ class CoreContention(Callback):
 
     def on_start(self, run: "RunContext") -> None:
         self._run = run
-        if run.device.kind == "cpu" and run.plan.threads != 1:
+        if run.device.is_cpu and run.plan.threads != 1:
             self._watch = run.exit_stack.enter_context(watch_contention())
             self._may_report = env.spins_long()
 

@@ -30,7 +30,7 @@ MANY_SHAPES = 64
 class DeviceCache(Callback):
     """A callback that empties the device's cache when the driver holds far more memory than the tensors need.
 
-    It is active if the plan has empty_cache="as needed".
+    It is active if the plan has empty_cache="on".
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

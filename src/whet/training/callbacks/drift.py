@@ -27,7 +27,7 @@ MIN_STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slowdown:
-    """A period of slow steps."""
+    """The slowdown of recent steps relative to the baseline."""
 
     factor: float
     """Ratio to the baseline step time; 1.3 means 30 % slower."""

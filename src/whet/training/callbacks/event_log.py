@@ -132,7 +132,7 @@ class Recorder(Callback):
             self._write("end", step=state.step, **fields, **({"seconds": rest} if rest else {}))
 
     def open(self, log: EventLog) -> None:
-        """Open the log, so that events are written to it from now on."""
+        """Open the event log of the run folder. Events are written to it from now on."""
         self._log = log
 
     # --- logging -----------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Recorder(Callback):
         self.event("warning", step=step, reason=f"{what}: {error.what}: {error.got}", **facts)
 
     def spent(self, phase: str, seconds: float) -> None:
-        """Add seconds spent outside steps (evaluation, saving) to the oldest step that has not been written yet."""
+        """Add seconds spent on evaluation or saving to the record of the oldest step that is not yet written."""
         self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
         self.aside_seconds += seconds if phase != "data" else 0.0
 

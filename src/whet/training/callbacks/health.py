@@ -1,7 +1,7 @@
 """Log memory, load and speed every few seconds.
 
 Only counters are read. Nothing waits for the device, and no tensor or random generator is used, so a run computes the
-same numbers with and without this callback.
+same results with and without this callback.
 """
 
 import time

@@ -19,7 +19,7 @@ from whet.run.folder import shell_path
 
 
 class ProgressScreen(Protocol):
-    """An output for the progress of a run."""
+    """The interface of outputs for the progress of a run."""
 
     redraw_seconds: float
     """Minimum number of seconds between redraws."""
@@ -36,7 +36,7 @@ class ProgressScreen(Protocol):
         """Draw the progress line in place of the previous one. `share` is the completed fraction of the run."""
 
     def print_line(self, line: str) -> None:
-        """Print a permanent line."""
+        """Print a line that stays visible above the progress line."""
 
     def close(self) -> None:
         """Clear the progress line and show all messages."""
@@ -233,7 +233,7 @@ class ProgressLine:
         }
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
-        """Show one event."""
+        """Show an event: update the progress line, or print a message."""
         if kind in self._handlers:
             self._handlers[kind](fields)
         elif (message := _message(kind, fields)) is not None:
@@ -303,7 +303,7 @@ class ProgressLine:
             self._heat = _heat_text(fields) if is_notable else ""
 
     def _on_spike(self, fields: dict[str, Any]) -> None:
-        """Print one loss spike per minute and count the others: a noisy loss has many of them."""
+        """Print at most one loss spike per minute, and count the others: a noisy loss has many."""
         now = time.monotonic()
         if now - self._spike_at < _SPIKE_SECONDS:
             self._num_spikes += 1
@@ -324,7 +324,7 @@ class ProgressLine:
             self.print_line(f"{self._name}: {fields['reason']}, at step {fields['step']:,}; the same call resumes")
 
     def print_line(self, line: str) -> None:
-        """Print a permanent line."""
+        """Print a line that stays visible above the progress line."""
         self._screen.print_line(line)
 
     def _print_labelled(self, label: str, *texts: str) -> None:

@@ -1,6 +1,6 @@
 """React to heat, memory pressure and battery power by logging, saving and pausing between steps.
 
-No tensor is used, so sensor readings can change the duration of a run but not its numbers.
+No tensor is used, so sensor readings can change the duration of a run but not its results.
 """
 
 import os
@@ -49,7 +49,7 @@ def classify_heat(system_state: SystemState, slowdown: Slowdown | None) -> Heat:
 
 
 def describe_heat(heat: Heat, system_state: SystemState, slowdown: Slowdown | None) -> str:
-    """Describe the observation and its likely cause."""
+    """Describe the thermal state or the slowdown, and its likely cause."""
     if heat == "cool":
         return "no longer slowed down"
     observed: list[str] = []
@@ -139,9 +139,9 @@ DEBOUNCE_SECONDS = 30.0
 """Minimum number of seconds between state changes, so that a sensor near a threshold does not cause many events."""
 
 INITIAL_REST_SHARE, REST_SHARE_STEP, MAX_REST_SHARE = 0.2, 0.1, 0.6
-"""on_heat=pace: the initial fraction of time to rest, the step by which it changes, and its maximum."""
+"""on_heat=slow_down: the initial fraction of time to rest, the step by which it changes, and its maximum."""
 MIN_WORK_SECONDS = 1.0
-"""on_heat=pace: minimum seconds between rests. Each rest waits for the device, so not every step can rest."""
+"""on_heat=slow_down: minimum seconds between rests. Each rest waits for the device, so not every step can rest."""
 
 REST_SECONDS_WITHOUT_SENSOR = 120.0
 """on_heat=pause: the length of a pause in seconds if there is no sensor."""
@@ -159,7 +159,7 @@ T = TypeVar("T")
 
 
 class _Debounced(Generic[T]):
-    """A value that changes at most once every DEBOUNCE_SECONDS."""
+    """A value that can change at most once every DEBOUNCE_SECONDS."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -179,7 +179,7 @@ class _Debounced(Generic[T]):
 
 
 class ThermalPolicy(Callback):
-    """A callback that watches sensors and step times, and warns, paces or pauses between steps (`on_heat`)."""
+    """A callback that watches sensors and step times, and warns, slows down or pauses between steps (`on_heat`)."""
 
     every_seconds = 0.1
 
@@ -225,7 +225,7 @@ class ThermalPolicy(Callback):
         run.exit_stack.enter_context(SensorThread(self._reader, self.take, every_seconds=READ_EVERY_SECONDS))
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
-        """Rest if needed, then act on new readings."""
+        """Rest if on_heat=slow_down requires it, then act on new sensor readings."""
         if self._is_pause_due:
             # An earlier call requested a checkpoint before this pause, and the loop has written it by now.
             self._is_pause_due = False
@@ -237,10 +237,10 @@ class ThermalPolicy(Callback):
         self._has_new_readings = False
         return self._act(state.step)
 
-    # --- readings ----------------------------------------------------------------------------------------------------
+    # --- sensor readings ---------------------------------------------------------------------------------------------
 
     def take(self, system_state: SystemState) -> None:
-        """Store a reading. Thread-safe."""
+        """Store the latest sensor reading. Thread-safe."""
         self.system_state = system_state
         self._has_new_readings = True
 
@@ -252,7 +252,7 @@ class ThermalPolicy(Callback):
         if (self._slowdowns.verdict is not None) != was_slow:
             self._has_new_readings = True
 
-    # --- actions -----------------------------------------------------------------------------------------------------
+    # --- reactions ---------------------------------------------------------------------------------------------------
 
     def _act(self, step: int) -> Action:
         now, system_state, slowdown = self._clock(), self.system_state, self._slowdowns.verdict
@@ -279,7 +279,7 @@ class ThermalPolicy(Callback):
         elif not self._is_cool_reported and heat == "cool" and system_state.thermal is not None:
             self._is_cool_reported = True
             self._log.notify("sensors", heat=heat)
-        if self._policy == "pace":
+        if self._policy == "slow_down":
             self._adapt_rest_share(now)
         elif self._policy == "pause" and self._heat.value == "hot" and now >= self._may_pause_at:
             self._is_pause_due = not self.should_stop()
@@ -287,8 +287,8 @@ class ThermalPolicy(Callback):
         return action
 
     def _policy_note(self) -> str:
-        if self._policy == "pace":
-            return "; rests a share of the time"
+        if self._policy == "slow_down":
+            return "; rests part of the time between steps"
         return "; saved, and paused until it is cool" if self._policy == "pause" else ""
 
     def _log_heat(self, step: int, reason: str, **fields: Any) -> None:

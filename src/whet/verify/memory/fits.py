@@ -42,7 +42,7 @@ class MachineFit(FrozenModel):
 
     @property
     def summary(self) -> str:
-        """The result in one line."""
+        """The fit in one line of text, such as the micro-batch and the memory it needs."""
         named = f"{self.machine} ({format_bytes(self.memory_bytes)})" if self.memory_bytes else self.machine
         needs = format_bytes(self.num_bytes)
         if self.limit_bytes is None:

@@ -30,13 +30,13 @@ class FusedRnn(Function):
 
     @staticmethod
     def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Replace torch.lstm for padded and packed inputs."""
+        """Stand in for torch.lstm, with padded or packed inputs."""
         output, *states = _run_rnn("lstm", args)
         return output, states[0], states[1]
 
     @staticmethod
     def gru(*args: Any) -> tuple[Tensor, Tensor]:
-        """Replace torch.gru for padded and packed inputs."""
+        """Stand in for torch.gru, with padded or packed inputs."""
         output, *states = _run_rnn("gru", args)
         return output, states[0]
 
@@ -80,7 +80,7 @@ class FusedRmsNorm(Function):
 
     @staticmethod
     def call(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # noqa: A002, ARG004
-        """Replace torch.rms_norm and functional.rms_norm."""
+        """Stand in for torch.rms_norm and functional.rms_norm."""
         return FusedRmsNorm.apply(input, tuple(normalized_shape), weight)
 
     @staticmethod

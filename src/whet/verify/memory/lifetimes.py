@@ -30,7 +30,7 @@ class StorageLifetime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveBytes:
-    """Live bytes at each operator of one step, by label."""
+    """The bytes that are alive at each operator of one step, by label."""
 
     live: dict[str, np.ndarray]
     num_operators: int
@@ -68,7 +68,7 @@ class StorageTracker(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Number of operators so far."""
+        """The current time: the number of operators executed so far."""
         return self._log.now
 
     def follow(self, tensors: Iterable[Tensor], *, label: str) -> None:

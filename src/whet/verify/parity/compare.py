@@ -9,7 +9,6 @@ from torch import Tensor
 
 from whet.base.errors import UsageError, WhetError, first_line
 from whet.base.model import FrozenModel
-from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
 from whet.verify.draws import UnrepeatableDrawError
@@ -64,7 +63,7 @@ def run_twice(replicas: ReplicaFactory, device: AbstractDevice) -> DeterminismRe
                 num_different=len(different),
                 num_tensors=len(first),
                 error=error,
-                is_rounding=device.kind == "cuda" and error <= ROUNDING_TOLERANCE,
+                is_rounding=device.adds_in_any_order and error <= ROUNDING_TOLERANCE,
             )
     return DeterminismResult(is_same=True, num_tensors=len(first_run[0]))
 
@@ -94,7 +93,7 @@ def _record_steps(replicas: ReplicaFactory, device: AbstractDevice) -> list[dict
         return steps
 
 
-# --- the whole comparison ---------------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 class ParityResult(FrozenModel):
@@ -157,7 +156,7 @@ def validate_compare_options(
         if number < 1:
             raise UsageError(f"{option} must be at least 1", got=str(number), try_=f"{option} 20")
     device = choose_device(devices)
-    if "tf32" in choose_precisions(precisions) and device.kind != "cuda":
+    if "tf32" in choose_precisions(precisions) and not device.has_tf32:
         raise UsageError("only CUDA has tf32", got=f"--precision tf32 on {device.kind}", try_="bf16")
     if out is not None:
         check_overwrite(out)
@@ -200,7 +199,7 @@ def compare_devices(
     validate_compare_options(devices=devices, steps=steps, size=size, precisions=precisions, out=out)
     wanted, device = choose_precisions(precisions), choose_device(devices)
     replicas = ReplicaFactory(spec, batch_size=size)
-    if device.kind == "cpu" and replicas.dtypes - {torch.float32}:
+    if device.is_cpu and replicas.dtypes - {torch.float32}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in replicas.dtypes))
         raise UsageError(
             "on the CPU alone only a float32 model can be compared, with float64",
@@ -243,7 +242,7 @@ def compare_devices(
         located=located if is_shown else None,
         obstacles=obstacles,
         notes=tuple(notes),
-        is_virtual=device.kind == "mps" and virtual_mac.installed() is not None,
+        is_virtual=device.is_virtual,
         is_precision_required=precisions is not None,
     )
 

@@ -90,7 +90,7 @@ def locate(
         # A reproducer of a random operator would draw different numbers, so do not write one.
         if out is not None and torch.Tag.nondeterministic_seeded not in first.func.tags:
             reproducer = str(write_reproducer(first, out, device=str(device.torch_device)))
-    elif device.kind != "cpu" and not least:
+    elif not device.is_cpu and not least:
         # The error must be in an operator that cannot be checked, or in code that bypasses torch's dispatcher.
         wrong = first_wrong_module(replicas, device)
         if wrong is not None:

@@ -110,7 +110,10 @@ def _round_weights(model: nn.Module, precision: str, *, is_nearest: bool) -> Non
 
 
 def _round(tensor: Tensor, *, precision: str, is_nearest: bool) -> Tensor:
-    """Round a float32 tensor to the significant bits of a precision, to nearest or toward zero. Return others as is."""
+    """Round a float32 tensor to the significant bits of a precision, to nearest or toward zero.
+
+    Return any other tensor unchanged.
+    """
     if tensor.dtype != torch.float32:
         return tensor
     dropped = _DROPPED_BITS[precision]

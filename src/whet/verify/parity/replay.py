@@ -125,7 +125,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrongOperatorCall:
-    """An operator call whose result differs from the CPU, with everything that is needed to repeat it."""
+    """An operator call whose result differs from the CPU, with its arguments, so that it can be repeated."""
 
     func: Any
     args: tuple[Any, ...]
@@ -222,7 +222,7 @@ class OperatorReplay(TorchDispatchMode):
         floors = _floors(func, before, expected)
         errors = _errors(actual, expected, floors)
         cpu_errors: list[float] | None = None
-        if self._device.kind != "cpu" and reference.own is not None:
+        if not self._device.is_cpu and reference.own is not None:
             cpu_errors = _errors(call_outputs(func, reference.own, before), expected, floors)
         dtypes = {t.dtype for t in tensor_leaves(before) if t.dtype in _ROUNDING}
         is_coarse = cpu_errors is None or func.name().startswith(COARSE_OPERATORS)

@@ -26,7 +26,7 @@ from whet.verify.trainable import Trainable, TrainableSpec
 
 # Minimum bounds. Errors up to these count as agreement, even if the CPU is more accurate.
 MIN_BOUNDS = {"loss": 1e-4, "gradients": 1e-4, "draws": 1e-4, "buffers": 1e-4, "update": 1e-4, "trajectory": 1e-2}
-# Bounds if the reference is float32, so that the error of the CPU is unknown.
+# Bounds if the reference is float32, in which case the error of the CPU is unknown.
 BOUNDS_WITHOUT_FLOAT64 = {
     "loss": 1e-4, "gradients": 1e-3, "draws": 1e-4, "buffers": 1e-4, "update": 1e-2, "trajectory": 5e-2
 }  # fmt: skip
@@ -42,7 +42,7 @@ _MAX_DEFAULT_SAMPLES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """A new copy of the model on a device, and a batch."""
+    """A fresh copy of the model on a device, with its batch."""
 
     trainable: Trainable
     micro: MicroBatch
@@ -121,7 +121,7 @@ class ReplicaFactory:
         difference = max(relative_errors(passes[1], passes[0]).values())
         if difference <= MIN_BOUNDS["loss"]:
             return None
-        # The number of draws may also depend on whatever is not repeated.
+        # The number of draws may also depend on the part that is not repeated.
         self.draws = None
         return (
             f"two passes on the CPU differ by {difference:.1e}, from the same weights, samples and draws: "
@@ -180,7 +180,7 @@ Verdict = Literal["agrees", "differs", "cannot judge"]
 
 
 class ParityRow(FrozenModel):
-    """One compared quantity, such as the loss or all gradients."""
+    """The comparison of one quantity, such as the loss or all gradients, with its error and bound."""
 
     what: str
     error: RelativeError
@@ -219,7 +219,7 @@ class TrainingTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingParity:
-    """All compared quantities, and the reference."""
+    """The comparisons of all quantities, and the reference that was used."""
 
     rows: tuple[ParityRow, ...]
     reference: str
@@ -248,7 +248,7 @@ def compare_training(
             for one, float64 in ((reference, True), (float32, False)):
                 gradients = reference.parts["gradients"]
                 one.parts["update"] = record_update(replicas, cpu, gradients, float64=float64, scale=scale)
-    if device.kind == "cpu":
+    if device.is_cpu:
         rows = () if why_not else _rows(float32, reference, cpu_float32=None)
     else:
         progress(f"{device.kind} ...")

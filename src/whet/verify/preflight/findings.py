@@ -16,7 +16,8 @@ from whet.base.origin import _WHET_FOLDER, code_origin
 
 # File, line number and function. The source code itself is read only when a finding is created.
 SourceLine = tuple[str, int, str]
-# Functions of whet that call user code, by file. None means all functions. Callers of these belong to the command.
+# Functions of whet that call user code, by file. None means all functions. The callers of these functions belong to the
+# implementation of the command.
 _CALLERS = {
     str(_WHET_FOLDER / "step/step.py"): None,
     str(_WHET_FOLDER / "verify/trainable.py"): None,
@@ -155,7 +156,7 @@ class OperatorCall:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a torch function that has not run yet."""
+    """A call of a torch function, before it runs."""
 
     function: Any
     args: tuple[Any, ...]
@@ -166,7 +167,7 @@ class Detector:
     """Base class of detectors, which inspect every call of a trace and report problems."""
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:  # noqa: ARG002
-        """Return the problems of an operator call after it has run."""
+        """Return the problems of an operator call, after the operator has run."""
         return ()
 
     def function(self, call: FunctionCall) -> Iterable[Detection]:  # noqa: ARG002
@@ -179,7 +180,7 @@ _LogKey = tuple[Detection, SourceLine | None, bool, TracePhase]
 
 @dataclass
 class DetectionLog:
-    """Detections and their lines, counted per step."""
+    """Collects detections with their source lines, counted per step."""
 
     step: int = 0
     counts: dict[_LogKey, dict[int, int]] = field(default_factory=dict)

@@ -214,7 +214,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run operators without recording them in the context."""
+        """Stop recording operators inside the `with` block."""
         self._paused += 1
         try:
             yield

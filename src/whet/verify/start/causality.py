@@ -1,14 +1,11 @@
 """Check that a causal model is causal, by changing the inputs of later positions and comparing earlier outputs.
 
-`use_explicit_masks` is the fallback for a device whose is_causal kernel is wrong.
+`use_explicit_masks` in step/attention.py is the fallback for a device whose is_causal kernel is wrong.
 """
 
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +68,7 @@ def check_causality(
             return outputs(batch.map_tensors(device.put))
 
     flops = 2 * sum(p.numel() for p in model.parameters()) * len(micro) * sequence_length(micro)
-    affordable = int(_MAX_PROBE_FLOPS * (1 if device.kind == "cpu" else 3) / max(1, flops)) - 1
+    affordable = int(_MAX_PROBE_FLOPS * (1 if device.is_cpu else 3) / max(1, flops)) - 1
     passes = max(1, min(MAX_PASSES, affordable))
     return find_leak(compute, micro, tolerance=TOLERANCES[precision], max_passes=passes)
 
@@ -107,7 +104,7 @@ def find_leak(
         is_early = positions.position < first_changed[positions.sample]
         any_change |= bool((change[~is_early] > 0).any())
         early = change.masked_fill(~is_early, 0.0)
-        # argmax treats NaN as the largest value.
+        # A change to NaN is found too, because argmax treats NaN as the largest value.
         index = int(early.argmax())
         if early.flatten()[index] > (tolerance if worst is None else worst.change):
             sample = int(positions.sample.flatten()[index])
@@ -286,74 +283,3 @@ def _with_values(field: Field, values: Tensor) -> Field:
     if isinstance(field, Packed):
         return replace(field, values=values)
     return values
-
-
-# --- explicit masks ---------------------------------------------------------------------------------------------------
-
-_ATTENTION_NAME = "scaled_dot_product_attention"
-
-
-@contextmanager
-def use_explicit_masks() -> Iterator[None]:
-    """Use explicit masks instead of is_causal=True in attention, in all threads.
-
-    Devices have separate kernels for is_causal. The one of MPS attends to later positions in half precision
-    (pytorch#195910). The attention function is replaced in every module that imported it by name.
-    """
-    original = _current_attention()
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        if is_causal and attn_mask is None:
-            attn_mask, is_causal = causal_mask(query, key), False
-        return original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **options)
-
-    with _replaced(original, attention):
-        yield
-
-
-@contextmanager
-def count_attention_calls() -> Iterator[list[None]]:
-    """Yield a list to which every call of torch's attention function appends an element."""
-    original, calls = _current_attention(), list[None]()
-
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        return original(*args, **kwargs)
-
-    with _replaced(original, attention):
-        yield calls
-
-
-@contextmanager
-def _replaced(original: Any, attention: Any) -> Iterator[None]:
-    modules = [module for module in list(sys.modules.values()) if _has_attention(module, original)]
-    for module in modules:
-        setattr(module, _ATTENTION_NAME, attention)
-    try:
-        yield
-    finally:
-        for module in modules:
-            setattr(module, _ATTENTION_NAME, original)
-
-
-def _current_attention() -> Any:
-    return getattr(torch.nn.functional, _ATTENTION_NAME)
-
-
-def _has_attention(module: object, function: object) -> bool:
-    return isinstance(module, ModuleType) and vars(module).get(_ATTENTION_NAME) is function
-
-
-def causal_mask(query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask with 0 for visible and -inf for hidden positions, aligned at the top left like is_causal."""
-    shape = query.shape[-2], key.shape[-2]
-    is_visible = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
-    return torch.zeros(shape, dtype=query.dtype, device=query.device).masked_fill(~is_visible, -torch.inf)

@@ -295,7 +295,7 @@ class _Comparison:
             num_gradients=len(self._first.gradients),
         )
 
-    # --- one pass -----------------------------------------------------------------------------------------------------
+    # --- running a pass -----------------------------------------------------------------------------------------------
 
     def _first_pass(self) -> LossAndGradients:
         """Run an eager pass, and move its gradients to the host, so that the device has memory for another pass."""

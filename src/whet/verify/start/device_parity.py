@@ -30,7 +30,7 @@ FP16_LOSS_SCALE = 1024.0
 
 
 class LossAndGradients(NamedTuple):
-    """The result of one forward and backward pass."""
+    """The loss and the gradients of one forward and backward pass."""
 
     loss: Tensor
     gradients: dict[str, Tensor]

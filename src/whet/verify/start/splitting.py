@@ -124,7 +124,7 @@ def _is_uneven(weight: Tensor | None) -> bool:
     return weight is not None and bool((weight != weight.flatten()[0]).any())
 
 
-# --- choice of samples -----------------------------------------------------------------------------------------------
+# --- choosing samples ------------------------------------------------------------------------------------------------
 
 
 def _choose_rows(batch: GlobalBatch, micro_batches: MicroBatches, pad_token: int | None) -> tuple[np.ndarray, int]:
@@ -290,7 +290,7 @@ def _perturbed_weights(model: nn.Module) -> Iterator[None]:
                 parameter.copy_(values)
 
 
-# --- values that do not occur ----------------------------------------------------------------------------------------
+# --- values that do not occur in the batch ---------------------------------------------------------------------------
 
 
 def _compare_planted(
@@ -307,13 +307,13 @@ def _compare_planted(
     """
     labels = _label_fields(whole)
     unknown = [name for name in labels if not _is_named_label(name) and not _holds(whole, name, -100)]
-    if unknown and device.kind != "cpu":
+    if unknown and not device.is_cpu:
         # An ignored label in an input would make an embedding read out of bounds, which aborts a CUDA process.
         return f"it was not shown that the loss is a mean over samples: {', '.join(unknown)} may hold ignored labels"
-    candidates = [*_ignored_labels(whole, labels, is_cpu=device.kind == "cpu")]
+    candidates = [*_ignored_labels(whole, labels, is_cpu=device.is_cpu)]
     if not _is_sharded(model):
         # The number of these candidates depends on the samples, which differ between ranks.
-        candidates += _other_values(whole, labels, pad_token, is_cpu=device.kind == "cpu")
+        candidates += _other_values(whole, labels, pad_token, is_cpu=device.is_cpu)
     for planted in candidates:
         try:
             first, *others = [_plant(micro, planted) for micro in (whole, parts[0])]
@@ -369,7 +369,10 @@ def _token_fields(micro: MicroBatch) -> list[str]:
 
 
 def _label_fields(micro: MicroBatch) -> list[str]:
-    """Return the integer fields that may contain token labels. If no name indicates this, the first is the input."""
+    """Return the integer fields that may contain token labels.
+
+    If no field name indicates labels, return all integer fields except the first, which is probably the input.
+    """
     names = [name for name in _token_fields(micro) if name.rpartition(".")[2] != "input_ids"]
     named = [name for name in names if _is_named_label(name)]
     return named or names[1:] or ([] if len(micro.fields) == 1 or not names else names[-1:])

@@ -97,7 +97,7 @@ class AnswerQueue:
             self._num_pending -= 1
 
     def close(self) -> None:
-        """Cancel waiting requests."""
+        """Cancel requests that are waiting for their turn."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -115,7 +115,7 @@ class ChatRoutes:
         self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "whet"}
 
     def routes(self) -> list["BaseRoute"]:
-        """Return the routes to add to the web server."""
+        """Return the Starlette routes for the web server."""
         from starlette.routing import Route
 
         return [
@@ -127,7 +127,7 @@ class ChatRoutes:
         ]
 
     def close(self) -> None:
-        """Cancel waiting requests."""
+        """Cancel requests that are waiting for their turn."""
         self._queue.close()
 
     async def _list_models(self, request: "Request") -> "Response":  # noqa: ARG002

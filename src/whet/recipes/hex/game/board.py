@@ -23,7 +23,7 @@ NO_MOVE, SWAP = -1, -2
 def check_size(size: int) -> int:
     """Return the size if it is valid. Raise UsageError otherwise."""
     if not MIN_SIZE <= size <= MAX_SIZE:
-        raise UsageError("no such board", got=f"size {size}", try_=f"{MIN_SIZE} to {MAX_SIZE}")
+        raise UsageError("invalid board size", got=f"size {size}", try_=f"{MIN_SIZE} to {MAX_SIZE}")
     return size
 
 

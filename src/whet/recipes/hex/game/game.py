@@ -32,7 +32,7 @@ class Game:
 
     @property
     def position(self) -> Positions:
-        """The position as a batch of one."""
+        """The current position as a batch of size one."""
         board = np.array(self.cells, dtype=np.int8).reshape(1, self.size, self.size)
         return Positions(board, np.array([self.mover], dtype=np.int8))
 

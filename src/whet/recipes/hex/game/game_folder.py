@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> GameManifest:
     except ValueError as error:
         raise WhetError(f"{path} is damaged", got=str(error)[:200], try_=_HINT) from None
     if data.get("format") != FORMAT:
-        raise UsageError("games in another format", got=str(data.get("format"))[:60], try_=_HINT)
+        raise UsageError("games in an unsupported format", got=str(data.get("format"))[:60], try_=_HINT)
     manifest = GameManifest.from_json(data, where=path)
     check_size(manifest.size)
     if set(manifest.splits) != set(SPLITS):

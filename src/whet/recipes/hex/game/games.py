@@ -55,7 +55,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of replaying games."""
+    """The legality and the winners of replayed games."""
 
     is_legal: NDArray[np.bool_]
     """(games,): true if all moves are on empty cells, only the second move is a swap, and only the last move wins."""
@@ -107,7 +107,7 @@ def unroll(games: Games) -> Samples:
 
 
 def _unroll(games: Games) -> tuple[Boards, Colors, Cells, NDArray[np.float32]]:
-    """Return boards, movers, moves and results."""
+    """Return the boards, movers, moves and results of all positions."""
     steps = games.lengths + 1
     game = np.repeat(np.arange(len(games)), steps)
     ply = np.arange(len(game)) - np.repeat(np.cumsum(steps) - steps, steps)
@@ -121,7 +121,7 @@ def _unroll(games: Games) -> tuple[Boards, Colors, Cells, NDArray[np.float32]]:
 
 @dataclass(frozen=True, slots=True)
 class _Stones:
-    """The stones after some moves of each game."""
+    """The stones on each board after some moves of each game."""
 
     cells: NDArray[np.int16]
     """(games, longest): the cell of the stone of each move, or NO_MOVE for later moves and for a swap."""

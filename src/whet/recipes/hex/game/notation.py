@@ -92,7 +92,8 @@ def read_game(line: str) -> GameRecord:
             names.append("swap")
         elif token[2]:
             raise _unreadable("not a move of Hex", line, at=token[2])
-        elif token[1]:  # A comma is not a move. It marks the position that was displayed.
+        # A comma separates the moves before and after the position that the page displayed. It is not a move.
+        elif token[1]:
             names.append(_canonical(token[1], line))
     return GameRecord(tuple(names), size, winner)
 

@@ -118,7 +118,7 @@ def _check_rejected(
 
 
 def import_lines(manifest: GameManifest) -> list[str]:
-    """Return the lines that `whet data hex` prints."""
+    """Format the result of an import as the lines that `whet data hex` prints."""
     num_games = sum(split.games for split in manifest.splits.values())
     blue, recorded = manifest.num_won_by_blue, manifest.num_unconfirmed
     unconfirmed = f"; {recorded:,} by the record alone: the stones do not show it" if recorded else ""

@@ -19,7 +19,7 @@ from whet.run.disk import open_regular_file
 
 
 class Orientation(FrozenModel):
-    """The edges that the first player connects in recorded games, and the evidence from replaying them both ways."""
+    """The edges that the first player connects in recorded games, and the evidence from both orientations."""
 
     is_mirrored: bool
     """Whether the first player connects left and right. Rows and columns are then exchanged during reading."""
@@ -115,7 +115,7 @@ class RejectedGames:
         return sum(self.counts.values())
 
     def lines(self) -> list[str]:
-        """Return one line per reason."""
+        """Return one line per reason for rejection, with examples."""
         return [
             f"rejected  {count:,} {REASONS[kind]}: {', '.join(self.examples[kind])}"
             f"{', ...' if count > _MAX_EXAMPLES else ''}"

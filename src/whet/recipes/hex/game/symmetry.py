@@ -34,7 +34,7 @@ def cell_maps(size: int) -> NDArray[np.int64]:
 
 
 def transform(positions: Positions, symmetry: Symmetries) -> Positions:
-    """Apply symmetries to positions."""
+    """Apply one symmetry to each position."""
     which = _each(symmetry, len(positions))
     size = positions.size
     cells = transform_policy(positions.boards.reshape(len(positions), size**2), symmetry, size=size)

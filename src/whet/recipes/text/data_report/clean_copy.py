@@ -136,7 +136,7 @@ class _CleanCopyWriter:
         yield from iter(lambda: changes.read(1024**2), b"")
 
     def _copy(self, number: int, first_row: int, changes: IO[bytes]) -> Iterator[bytes]:
-        """Yield the lines of the copy of a source."""
+        """Yield the lines of the cleaned copy of a source file."""
         source, row = self._sources[number], first_row
         fields, names = read_header(source) if source.format in ("CSV", "TSV") else ([], [])
         if fields:
@@ -157,7 +157,7 @@ class _CleanCopyWriter:
     def _fix_row(
         self, samples: list[TextSample], reader: SampleReader, *, first_row: int, changes: IO[bytes]
     ) -> dict[str, Any] | None:
-        """Return the cells of a row after fixing; the same object if nothing changed, None if the row is removed."""
+        """Return the fixed cells of a row: the same object if nothing changed, and None if the row is removed."""
         cells, kept = samples[0].row.cells, []
         for position, sample in enumerate(samples):
             row = first_row + position

@@ -69,7 +69,7 @@ _UNLABELED = "unlabeled"
 
 
 class LabelDecisions(NamedTuple):
-    """What `--fix` does with defective labels."""
+    """The actions of `--fix` for defective labels."""
 
     corrections: dict[str, str]
     """Maps misspelled labels to the correct ones."""
@@ -117,7 +117,7 @@ class DatasetInspector:
         self._inspect_all(counts)
         return self._report(counts)
 
-    # --- one row ------------------------------------------------------------------------------------------------------
+    # --- checks of one row --------------------------------------------------------------------------------------------
 
     def _inspect(
         self, sample: TextSample, *, reader: SampleReader, source: int, split: int, cells: Counter[int]
@@ -193,7 +193,7 @@ class DatasetInspector:
         other_row = None if other is None else self.index.where(other)
         self._findings.add(kind, FindingExample(where=self.index.where(row), other=other_row, shows=shows))
 
-    # --- all rows -----------------------------------------------------------------------------------------------------
+    # --- checks of all rows -------------------------------------------------------------------------------------------
 
     def _inspect_all(self, counts: LabelCounts) -> None:
         index, findings = self.index, self._findings

@@ -160,7 +160,7 @@ def states_label(text: str, label: str) -> bool:
 
 
 class LabelMentions:
-    """Counts how often texts contain the name of their own label, and of other labels."""
+    """Counts how often texts contain the name of their own label, and the names of other labels."""
 
     def __init__(self) -> None:
         self._label_of_word: dict[str, str] = {}

@@ -28,7 +28,7 @@ DEFECT_KINDS: dict[str, DefectKind] = {
     "columns": DefectKind("rows with more fields than the header", "removed"),
     "long": DefectKind("rows of 1 MB or more", "removed"),
     "header": DefectKind("rows that are headers", "removed", is_serious=True),
-    # Texts.
+    # Defects of texts.
     "empty": DefectKind("empty texts", "removed"),
     "spaces": DefectKind("texts of white space only", "removed"),
     "punctuation": DefectKind("texts of punctuation only", "removed"),
@@ -42,12 +42,12 @@ DEFECT_KINDS: dict[str, DefectKind] = {
     "script": DefectKind("texts in another script than the rest", "left"),
     "label-in-text": DefectKind("texts that state their label", "removed", is_serious=True),
     "label-named": DefectKind("texts with the name of their label, which no text of another label contains", "left"),
-    # Labels.
+    # Defects of labels.
     "no-label": DefectKind("rows without a label", "removed"),
     "misspelled-label": DefectKind("labels that are probably misspelled", "changed", is_serious=True),
     "single-label": DefectKind("labels that occur once", "removed"),
     "one-split-label": DefectKind("labels that occur in one split only", "left", is_serious=True),
-    # Duplicates.
+    # Duplicate and contradictory rows.
     "duplicate": DefectKind("rows that repeat an earlier row of their split", "removed"),
     "near-duplicate": DefectKind(
         "rows that repeat an earlier row of their split except for case, white space and broken characters", "removed"
@@ -172,7 +172,7 @@ class FindingCollector:
         )
 
 
-# --- text form --------------------------------------------------------------------------------------------------------
+# --- formatting -------------------------------------------------------------------------------------------------------
 
 _MAX_LISTED_LABELS = 12
 _ACTION_TEXT = {"removed": "--fix removes", "changed": "--fix changes", "left": "not changed by --fix"}

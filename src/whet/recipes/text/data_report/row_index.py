@@ -48,7 +48,7 @@ class TextHashes:
         self.split.append(split)
 
     def skip(self, *, split: int) -> None:
-        """Add a row without a usable text. It is not compared with other rows."""
+        """Add a row that has no usable text, and is therefore not compared with other rows."""
         self.add("", "", label=-1, split=split)
 
     def duplicates(self) -> Iterator[Duplicate]:
@@ -114,7 +114,7 @@ class TextHashes:
         yield from sorted(groups)
 
     def _in_group(self, rows: list[int]) -> Iterator[Duplicate]:
-        """Classify the rows with the same normalized text."""
+        """Yield the duplicates among rows with the same normalized text, with their kinds."""
         first_with: dict[tuple[int, ...], int] = {}
         in_lower_splits: dict[int, int] = {}
         by_label: dict[int, int] = {}
@@ -219,7 +219,7 @@ def length_stats(values: "array[int]") -> LengthStats | None:
 
 
 def label_totals(counts: Counter[tuple[str, str]]) -> Counter[str]:
-    """Sum the counts over the splits."""
+    """Return the number of rows of each label, summed over the splits."""
     totals: Counter[str] = Counter()
     for (label, _), count in counts.items():
         totals[label] += count

@@ -73,7 +73,7 @@ class TextRow:
     """The file name, if each row is a separate file."""
 
 
-# --- lines ------------------------------------------------------------------------------------------------------------
+# --- lines of a file --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def write_record(fields: Sequence[str], *, delimiter: str) -> str:
 
 
 class _LineBuffer:
-    """An iterator over lines that accepts lines back."""
+    """An iterator over lines to which lines can be returned."""
 
     def __init__(self, lines: Iterator[TextLine]) -> None:
         self._lines = lines

@@ -258,7 +258,7 @@ export class Chart {
       .map((one) => `${one.label} from ${formatUnit(one.first ?? null, one.unit)} to ${formatUnit(one.last, one.unit)}`);
     this.box.setAttribute(
       "aria-label",
-      `${this.title} by ${AXES[this.settings.axis]}: ${ranges.join("; ")}. The table below has the numbers.`,
+      `${this.title} by ${AXES[this.settings.axis]}: ${ranges.join("; ")}. The table below has the values.`,
     );
   }
 

@@ -19,7 +19,7 @@ export function showComparison(element, comparison) {
   const curves = section(
     "curves",
     "Curves",
-    "All runs over the same axis: by step, by samples seen, or by time at work.",
+    "All runs over the same axis: by step, by samples or by training time.",
     settingsBar(settings),
     grid,
   );
@@ -72,9 +72,9 @@ function differencesOf({ labels, settings, config, environment }) {
       el("h3", {}, title),
       different.length
         ? el("div", { class: "scroll" }, table(header, different.map(cells), { class: "plain differs" }))
-        : el("p", { class: "caption" }, partly.length ? "Nothing that all of them have differs." : "Nothing differs."),
+        : el("p", { class: "caption" }, partly.length ? "No value that all runs have differs." : "Nothing differs."),
       partly.length
-        ? disclosure(`${partly.length} that only some of them have`, () =>
+        ? disclosure(`${partly.length} that only some runs have`, () =>
             el("div", { class: "scroll" }, table(header, partly.map(cells), { class: "plain" })),
           )
         : null,
@@ -119,7 +119,7 @@ function kindsOf(runs) {
         "eval",
         name,
         displayName(name),
-        `On samples the models do not train on. ${betterText(mode)}`,
+        `On samples that the models are not trained on. ${betterText(mode)}`,
         { wide: goals.has(name), logs: true },
       ]),
     ["step", "samples_per_second", "speed", "Samples per second: rolling median. Higher is better.", { floor: 0 }],

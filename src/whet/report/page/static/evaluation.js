@@ -10,7 +10,7 @@ export function evaluationPart(report) {
   return section(
     "evaluation",
     "Evaluation",
-    "How the model does on samples it did not train on.",
+    "Results on samples that the model is not trained on.",
     classes.map(classesOf),
     confusions.map(confusionOf),
     samples.map(samplesOf),

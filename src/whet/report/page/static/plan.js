@@ -9,6 +9,7 @@ const VERDICTS = {
   faster: "good",
   "no gain": "plain",
   "not worth it": "plain",
+  "not checked": "warn",
   unclear: "warn",
   "cut off": "bad",
   disagrees: "bad",
@@ -151,7 +152,7 @@ export function plannedPart(report) {
   return section(
     "planned",
     "Planned vs. actual",
-    "What was planned before the first step, and how it turned out.",
+    "Figures planned before the first step, and the actual ones.",
     el(
       "div",
       { class: "card" },

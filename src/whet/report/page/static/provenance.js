@@ -24,7 +24,7 @@ export function provenancePart(report) {
   return section(
     "provenance",
     "How to reproduce it",
-    "The same command, configuration, data and versions give the same training.",
+    "The same command, configuration, data and versions give the same result.",
     el(
       "div",
       { class: "card" },

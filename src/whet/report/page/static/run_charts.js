@@ -8,7 +8,7 @@ import { lossesOf, metricGroups, scalarGroups, validationLoss } from "./metrics.
 
 const MEMORY = ["allocated", "reserved", "process", "used", "swap", "limit"].map((name) => `memory/${name}`);
 const USE = ["gpu", "cpu", "process"].map((name) => `utilization/${name}`);
-const HELD_OUT = "On samples the model does not train on.";
+const HELD_OUT = "On samples that the model is not trained on.";
 
 /** Returns the charts of a run, with curves as [source, name] and a caption. */
 function kinds(report) {
@@ -36,7 +36,7 @@ function kinds(report) {
     {
       id: "speed",
       title: "speed",
-      caption: "Samples per second in steps: a rolling median, with all steps behind it.",
+      caption: "Samples per second: a rolling median, with the range of all steps.",
       curves: steps("samples_per_second"),
       floor: 0,
       isMedian: true,

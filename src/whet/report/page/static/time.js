@@ -46,7 +46,7 @@ export function timePart(report) {
   return section(
     "time",
     "Where the time went",
-    "Forward, backward and optimizer are the training itself; everything else is overhead.",
+    "Forward, backward and optimizer are training itself; everything else is overhead.",
     el(
       "div",
       { class: "card" },
