@@ -47,8 +47,8 @@ def main(run):
         DataLoader(TwoViews(512), batch_size=64, shuffle=True, drop_last=True),
         loss=lambda batch: info_nce(encoder, batch),
         optimizer=torch.optim.AdamW(encoder.parameters(), lr=3e-3),
-        # With half of a batch there are half as many others to tell apart: another loss. If memory is short, whet computes
-        # activations again instead of splitting the batch.
+        # With half of a batch there are half as many others to tell apart: another loss. If memory is short, whet
+        # recomputes activations instead of splitting the batch.
         split_batch=False,
         epochs=10,
         run=run,

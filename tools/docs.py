@@ -19,7 +19,7 @@ from keywords import keyword_files
 from whet.config.resolve import known_keys
 from whet.plan.rule import Rule
 from whet.plan.rules import ALL_RULES
-from whet.plan.values import DECLARED
+from whet.plan.values import DECLARED, names_of
 from whet.recipes.recipe import BUILT_IN, load_recipe
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -35,8 +35,9 @@ measured, is fixed by the environment, or was set by you ([how a plan is decided
 fixed default: its page says what the rule chooses, why, and when that is wrong.
 
 - **See** the values of a run: `whet plan RUN`; one of them with its evidence: `whet plan RUN --why SETTING`.
-- **Set** one: `SETTING=VALUE` after `whet train RECIPE`, or `overrides={"SETTING": VALUE}` in `whet.train` and
+- **Set** one: `SETTING=VALUE` after `whet train RECIPE`, or `overrides={{"SETTING": VALUE}}` in `whet.train` and
   `whet.Session`. A few can be set from Python only; the [keys](../keys.md) list those of the command line.
+- **Resume**: a run keeps its settings. Of your overrides only {free} may change; another value of any other is refused.
 
 """
 BENCH = "# Results of benchmarks\n\nEach with its command and machine. Summary: [benchmarks.md](../benchmarks.md).\n\n"
@@ -109,7 +110,9 @@ def rules_index() -> str:
         f"| `{rule.setting}` | {_values_text(rule.setting)} | {rule.what} | [{rule.id}]({rule.id}-{rule.setting}.md) |"
         for rule in ALL_RULES
     ]
-    return SETTINGS + "| setting | values | decides | rule |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
+    free = ", ".join(f"`{name}`" for name in names_of(lambda setting: setting.may_change))
+    table = "| setting | values | decides | rule |\n| --- | --- | --- | --- |\n" + "\n".join(rows)
+    return f"{SETTINGS.format(free=free)}{table}\n"
 
 
 def _values_text(setting: str) -> str:
