@@ -30,7 +30,7 @@ from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -373,7 +373,7 @@ def _proxied() -> list[Any]:
         (lambda: _pair(_counts_by_text, lambda v: v()), ["PROPERTY"]),
         (lambda: _pair(functools.cache(lambda n: float(_WEIGHT) * n), lambda v: v(1)), ["x"]),
         (lambda: _pair(contextlib.ExitStack(), lambda v: v.callback(int)), ["x._exit_callbacks"]),
-        (lambda: _pair(ElementTree.Element("a", n="1"), lambda v: v.set("n", "2")), ["x['attrib']['n']"]),
+        (lambda: _pair(ET.Element("a", n="1"), lambda v: v.set("n", "2")), ["x['attrib']['n']"]),
         (lambda: _pair(threading.Event(), lambda v: v.set()), ["x._flag"]),
         (lambda: _pair(threading.Lock(), lambda v: v.acquire()), ["x"]),
         (lambda: _pair(hashlib.sha256(), lambda v: v.update(b"a")), ["x"]),
@@ -405,7 +405,14 @@ def _counts_references() -> int:
 
 
 @pytest.mark.parametrize(
-    "value", [csv.reader(io.StringIO("a")), zlib.compressobj(), np.zeros(3).flat, zip([1], [2]), _counts_references]
+    "value",
+    [
+        csv.reader(io.StringIO("a")),
+        zlib.compressobj(),
+        np.zeros(3).flat,
+        zip([1], [2], strict=False),
+        _counts_references,
+    ],
 )
 def test_what_cannot_be_read_is_named(value: Any) -> None:
     walk = StateWalk()

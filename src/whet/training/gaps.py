@@ -264,7 +264,7 @@ def _read_extra_state(module: nn.Module) -> Any:
 
 
 def _has_own_state(obj: Any) -> bool:
-    """Return whether an object has a state_dict, in a class of the user's. That of a library is assumed to be complete."""
+    """Return whether an object of a user's class has a state_dict. That of a library is assumed to be complete."""
     return hasattr(obj, "state_dict") and not is_library_class(type(obj)) and not isinstance(obj, nn.Module | Optimizer)
 
 

@@ -96,7 +96,6 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
     for variable in sorted(names & space.keys()):
         yield from _named_parts(variable, space[variable], names)
 
-
     for variable in sorted(names - space.keys()):
         if variable in vars(builtins) and not callable(vars(builtins)[variable]):
             yield variable, vars(builtins)[variable]

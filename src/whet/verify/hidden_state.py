@@ -5,6 +5,7 @@ from the device as a whole, and does not call user code.
 """
 
 import collections
+import functools
 import gc
 import hashlib
 import marshal
@@ -56,8 +57,8 @@ _STORAGE_READERS = frozenset({"untyped_storage", "storage", "as_strided", "_base
 """Names by which code reaches memory of a tensor that is not part of its view."""
 _UNREADABLE = frozenset(
     {
-        "__subclasses__", "umask", "_current_frames", "_getframe", "_version", "currentframe", "get_objects", "get_referents",
-        "get_referrers", "getrefcount",
+        "__subclasses__", "_current_frames", "_getframe", "_version", "currentframe", "get_objects", "get_referents",
+        "get_referrers", "getrefcount", "umask",
     }
 )  # fmt: skip
 """Names of functions that read the interpreter. What they return cannot be compared."""
@@ -85,7 +86,7 @@ class StateWalk:
     _referred: set[tuple[str, int]] = field(default_factory=set)
     """Recorded references, as pairs of a name and the id of its object."""
     _deferred: list[tuple[str, Callable[[], Any], frozenset[str], int]] = field(default_factory=list)
-    """Values that are walked only if visited code uses one of some names: (name, how to read it, the names, depth)."""
+    """Values to walk only if visited code uses one of some names: (name, how to read it, the names, depth)."""
     _used: set[str] = field(default_factory=set)
     """The names that visited code uses."""
     _depth: int = 0
@@ -215,8 +216,8 @@ class StateWalk:
                 parts = (part for part in gc.get_referents(value) if not isinstance(part, (*FUNCTIONS, type)))
                 yield from ((f"{name}{_CACHED}", part) for part in parts if part is not vars(value))
         else:
-            parts = library_parts(value, name, self)
-            yield from self._object_parts(value, name) if parts is None else parts
+            of_library = library_parts(value, name, self)
+            yield from self._object_parts(value, name) if of_library is None else of_library
 
     def _function_parts(self, function: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from function_references(function, name)
@@ -225,7 +226,7 @@ class StateWalk:
         self.partial.update(dict.fromkeys(sorted(_UNREADABLE.intersection(used))))
         if isinstance(function, types.FunctionType) and is_users_function(function):
             for key in ("__annotations__", "__doc__"):
-                self.defer(f"{name}.{key}", lambda key=key: getattr(function, key), _readers_of(key))
+                self.defer(f"{name}.{key}", functools.partial(getattr, function, key), _readers_of(key))
 
     def _class_parts(self, kind: type, name: str) -> Iterator[tuple[str, Any]]:
         attributes = class_attributes(kind, name)
@@ -233,7 +234,7 @@ class StateWalk:
         yield from class_references(type(kind))
         for key, item in vars(kind).items():
             if key.startswith("__") and not isinstance(item, _DESCRIPTORS):
-                self.defer(f"{name}.{key}", lambda item=item: item, _readers_of(key))
+                self.defer(f"{name}.{key}", functools.partial(vars(kind).get, key), _readers_of(key))
 
     def _inspected(self, value: Any, items: Sequence[Any], name: str) -> Sequence[Any]:
         """Return the items of a container to visit: all items, or some from both ends of a large container.

@@ -30,7 +30,7 @@ _CData: Any = ctypes.Structure.__base__
 _POSITIONS = frozenset({"tell", "seek", "lseek", "stat", "fstat", "getsize", "st_size"})
 """Names that code uses to read the size of a file or the position in it."""
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _UNREAD_MODULES = (
     "_abc", "_ctypes", "_struct", "_thread", "_weakref", "concurrent.futures.process", "concurrent.futures.thread",
     "ctypes", "re", "subprocess", "types",
@@ -62,7 +62,7 @@ class Recorder(Protocol):
 
 def library_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]] | None:
     """Record an object whose state is outside its attributes, and yield what it refers to. None for other objects."""
-    kind = type(value)
+    kind: Any = type(value)
     package = package_kind(kind.__module__)
     for kinds, read in _READERS:
         if isinstance(value, kinds):
@@ -76,7 +76,7 @@ def library_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, 
         return iter(())
     if package == "python" and has_hidden_state(kind):
         return chain(_python_parts(value, name, walk), object_parts(value, name))
-    if package == "unreadable" or (package == "" and not hasattr(kind, "__call__") and has_hidden_state(kind)):
+    if package == "unreadable" or (package == "" and not callable(kind) and has_hidden_state(kind)):
         # What can be called is usually a function, such as one compiled by Cython or Numba.
         walk.partial[name] = None
     if package == "named":
@@ -111,11 +111,11 @@ def _defer_attributes(value: Any, name: str, walk: Recorder) -> None:
                 for attribute in readers.keys() & {*code.co_names}:
                     readers[attribute].add(key)
     for key, names in readers.items():
-        walk.defer(f"{name}.{key}", lambda key=key: getattr(value, key, None), frozenset(names))
+        walk.defer(f"{name}.{key}", functools.partial(getattr, value, key, None), frozenset(names))
 
 
 @functools.lru_cache(4_096)
-def has_hidden_state(kind: type) -> bool:
+def has_hidden_state(kind: Any) -> bool:
     """Return whether instances have memory that belongs to no attribute, as those of C extensions do."""
     # pickle uses the same test for objects that it cannot copy.
     if kind.__module__.partition(".")[0] in ("builtins", "torch"):
@@ -260,9 +260,9 @@ def _storage(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]
 def _module(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
     """Compare the variables of a user's module that code names."""
     if not is_installed(value) and package_kind(value.__name__) == "":
-        for key, item in vars(value).items():
+        for key in vars(value):
             if not key.startswith("__"):
-                walk.defer(f"{name}.{key}", lambda item=item: item, frozenset([key]))
+                walk.defer(f"{name}.{key}", functools.partial(getattr, value, key), frozenset([key]))
     yield from ()
 
 
@@ -274,6 +274,11 @@ def _loader(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
 def _context_variable(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield f"{name}.get()", value.get(None)
+
+
+def _reference(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+    del walk
+    yield f"{name}()", value()
 
 
 def _weak_mapping(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
@@ -352,7 +357,7 @@ _READERS: tuple[tuple[Any, Any], ...] = (
     (contextvars.Context, _weak_mapping),
     ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _weak_mapping),
     (weakref.WeakSet, _weak_set),
-    (weakref.ReferenceType, lambda value, name, walk: iter([(f"{name}()", value())])),
+    (weakref.ReferenceType, _reference),
     (type(threading.Lock()), _lock),
     (threading.local, _thread_attributes),
     (BaseException, _exception),

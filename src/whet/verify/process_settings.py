@@ -4,13 +4,13 @@ import decimal
 import gc
 import locale
 import logging
-import os
 import signal
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,9 @@ _BACKENDS: dict[str, tuple[str, ...]] = {
     "quantized": ("engine",),
 }  # fmt: skip
 _FUNCTIONS = (
-    "torch.get_default_dtype", "torch.is_anomaly_enabled", "torch.is_autocast_cache_enabled", "torch.is_warn_always_enabled",
-    "torch.backends.cuda.flash_sdp_enabled", "torch.backends.cuda.mem_efficient_sdp_enabled",
-    "torch.backends.cuda.math_sdp_enabled", "torch.backends.cuda.cudnn_sdp_enabled",
-    "torch.autograd.is_multithreading_enabled",
+    "get_default_dtype", "is_anomaly_enabled", "is_autocast_cache_enabled", "is_warn_always_enabled",
+    "backends.cuda.flash_sdp_enabled", "backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.math_sdp_enabled",
+    "backends.cuda.cudnn_sdp_enabled", "autograd.is_multithreading_enabled",
 )  # fmt: skip
 _LOGGER_ATTRIBUTES = frozenset(vars(logging.Logger(""))) | {"manager"}
 _WHETS_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGTSTP", "SIGCONT", "SIGQUIT", "SIGCHLD", "SIGWINCH")
@@ -62,16 +61,16 @@ def process_settings() -> Iterator[tuple[str, Any]]:
         handler = signal.getsignal(signal.Signals[name])
         yield f"signal.getsignal({name})", getattr(handler, "__qualname__", str(handler))
     for name, attributes in _BACKENDS.items():
-        backend = torch.backends
+        backend: Any = torch.backends
         for part in name.split("."):
             backend = getattr(backend, part, None)
         yield from ((f"torch.backends.{name}.{key}", _value(backend, key)) for key in attributes)
     for name in _FUNCTIONS:
         function: Any = torch
-        for part in name.split(".")[1:]:
+        for part in name.split("."):
             function = getattr(function, part, None)
         if function is not None:
-            yield f"{name}()", str(function())
+            yield f"torch.{name}()", str(function())
 
 
 def _attached() -> Iterator[tuple[str, Any]]:
@@ -95,7 +94,7 @@ def _value(owner: Any, name: str) -> str:
 
 def _working_folder() -> str:
     try:
-        return os.getcwd()
+        return str(Path.cwd())
     except OSError:
         # It was deleted.
         return ""

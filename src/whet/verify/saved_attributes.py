@@ -1,4 +1,4 @@
-"""Find attributes that a user's state_dict leaves out, by changing one in a copy of the object and reading its state."""
+"""Find attributes that a user's state_dict leaves out: change one in a copy of the object and read the state."""
 
 import copy
 import types
@@ -42,7 +42,8 @@ class SavedAttributes:
         return [name for name in names if not self._contains(name, states)]
 
     def _contains(self, name: str, states: list[dict[str, bytes]]) -> bool:
-        value, prefix, path = self._obj, self._prefix, ()
+        value, prefix = self._obj, self._prefix
+        path: tuple[Any, ...] = ()
         while True:
             parts = ((n, s) for n, s in _parts(value, prefix) if n == name or name.startswith((f"{n}.", f"{n}[")))
             prefix, step = next(parts, ("", None))
@@ -105,9 +106,10 @@ def _with(value: Any, path: tuple[Any, ...], other: Any) -> Any:
         copied = copy.copy(value)
         copied[key] = part
         return copied
-    if has_hidden_state(type(value)) or hasattr(type(value), "__del__"):
+    kind: Any = type(value)
+    if has_hidden_state(kind) or hasattr(kind, "__del__"):
         raise _NotCopiedError
-    copied = object.__new__(type(value))
+    copied = object.__new__(kind)
     for name, item in attributes_of(value):
         _set(copied, name, item)
     _set(copied, key, part)
