@@ -92,17 +92,17 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _get(value: Any, step: tuple[str, Any]) -> Any:
-    kind, key = step
-    return value[key] if kind == "item" else dict(attributes_of(value))[key]
+    how, key = step
+    return value[key] if how == "item" else dict(attributes_of(value))[key]
 
 
 def _with(value: Any, path: tuple[Any, ...], other: Any) -> Any:
     """Return a copy of `value` in which the part at `path` is `other`."""
     if not path:
         return other
-    (kind, key), rest = path[0], path[1:]
+    (how, key), rest = path[0], path[1:]
     part = _with(_get(value, path[0]), rest, other)
-    if kind == "item":
+    if how == "item":
         copied = copy.copy(value)
         copied[key] = part
         return copied
