@@ -2,9 +2,13 @@
 
 import argparse
 import array
+import contextlib
+import csv
 import functools
+import hashlib
 import io
 import itertools
+import logging
 import math
 import mmap
 import multiprocessing
@@ -12,22 +16,28 @@ import operator
 import queue
 import random
 import sqlite3
+import struct
+import sys
 import threading
 import types
 import weakref
+import zlib
 from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from whet.verify.hidden_state import StateWalk, changed_names, reachable
 
@@ -205,6 +215,61 @@ class Counted(nn.Module):
         return x
 
 
+class Level(Enum):
+    LOW = 1
+
+    def __init__(self, _: int) -> None:
+        self.calls = 0
+
+
+class Whole(int):
+    pass
+
+
+class Indexed:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Private:
+    __slots__ = ("__calls",)
+
+    def __init__(self) -> None:
+        self.__calls = 0
+
+    def count(self) -> None:
+        self.__calls += 1
+
+
+def _bound_method() -> tuple[Any, Any]:
+    """Only a method of the list is referred to, not the list."""
+    seen: list[int] = []
+    return seen.append, lambda: seen.append(1)
+
+
+def _view() -> tuple[Any, Any]:
+    table = {"a": 1}
+    return table.values(), lambda: table.update(a=2)
+
+
+def _reads_annotations() -> None:
+    Plain.__annotations__["n"] = len(Plain.__annotations__)
+    Plain.__annotations__[str(len(Plain.__annotations__))] = int
+
+
+BAR = tqdm(total=9, file=io.StringIO())
+VIEW = np.zeros(4)[:0]
+
+
+def _reads_a_bar() -> int:
+    BAR.update(1)
+    return int(BAR.n)
+
+
+def _reads_the_base() -> None:
+    VIEW.base[3] += 1
+
+
 def _proxied() -> list[Any]:
     """A proxy of an object, and one of an object that is gone."""
     return [weakref.proxy(_KEPT), weakref.proxy(Plain())]
@@ -307,12 +372,56 @@ def _proxied() -> list[Any]:
         (lambda: _pair(_primed(), next), ["x.gi_yieldfrom.place"]),
         (lambda: _pair(_counts_by_text, lambda v: v()), ["PROPERTY"]),
         (lambda: _pair(functools.cache(lambda n: float(_WEIGHT) * n), lambda v: v(1)), ["x"]),
+        (lambda: _pair(contextlib.ExitStack(), lambda v: v.callback(int)), ["x._exit_callbacks"]),
+        (lambda: _pair(ET.Element("a", n="1"), lambda v: v.set("n", "2")), ["x['attrib']['n']"]),
+        (lambda: _pair(threading.Event(), lambda v: v.set()), ["x._flag"]),
+        (lambda: _pair(threading.Lock(), lambda v: v.acquire()), ["x"]),
+        (lambda: _pair(hashlib.sha256(), lambda v: v.update(b"a")), ["x"]),
+        (lambda: _pair(logging.Logger("a"), lambda v: v.isEnabledFor(10)), []),
+        (lambda: _pair(logging.Logger("a"), lambda v: setattr(v, "calls", 1)), ["x.calls"]),
+        (lambda: _pair(Level.LOW, lambda v: setattr(v, "calls", v.calls + 1)), ["x.calls"]),
+        (lambda: _pair(Whole(3), lambda v: setattr(v, "calls", 1)), ["x.calls"]),
+        (lambda: _pair(ValueError([0]), lambda v: v.args[0].append(1)), ["x.args[0]"]),
+        (lambda: _bound_method(), ["x"]),
+        (lambda: _view(), ["x['a']"]),
+        (lambda: _pair({Plain(n=0)}, lambda v: setattr(next(iter(v)), "n", 1)), ["list(x)[0].n"]),
+        (lambda: _pair({(Plain(n=0),): 1}, lambda v: setattr(next(iter(v))[0], "n", 1)), ["list(x)[0][0].n"]),
+        (lambda: _pair(iter(Indexed()), next), ["x[1]"]),
+        (lambda: _pair(struct.iter_unpack("b", b"abc"), next), ["x"]),
+        (lambda: _pair(Private(), lambda v: v.count()), ["x._Private__calls"]),
+        (lambda: _pair(_reads_annotations, lambda v: v()), ["Plain.__annotations__"]),
+        (lambda: _pair(_reads_a_bar, lambda v: v()), ["BAR.n"]),
+        (lambda: _pair(_reads_the_base, lambda v: v()), ["VIEW.base"]),
     ],
 )
 @pytest.mark.usefixtures("library_attributes")
 def test_a_change_is_named(make: Callable[[], tuple[Any, Any]], expected: list[str]) -> None:
     value, act = make()
     assert [name for name in change(value, act) if "x.num_batches" not in name] == expected
+
+
+def _counts_references() -> int:
+    return sys.getrefcount(_KEPT)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        csv.reader(io.StringIO("a")),
+        zlib.compressobj(),
+        np.zeros(3).flat,
+        zip([1], [2], strict=False),
+        _counts_references,
+    ],
+)
+def test_what_cannot_be_read_is_named(value: Any) -> None:
+    walk = StateWalk()
+    walk.walk(value, "x")
+    assert list(walk.partial) == ["getrefcount" if value is _counts_references else "x"]
+
+
+def test_a_bar_is_left_out_if_no_code_reads_its_position() -> None:
+    assert change(lambda: BAR.update(1), lambda: BAR.update(1)) == []
 
 
 def test_an_attribute_of_torchscript_is_state() -> None:

@@ -4,9 +4,10 @@ Each gap is reported in a warning, recorded in all later checkpoints and reporte
 """
 
 import functools
+import operator
 import types
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,17 +26,27 @@ from whet.step.loss import loss_code
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
 from whet.verify.code_references import class_references, frame_variables, is_library_class
-from whet.verify.hidden_state import StateWalk, changed_names, module_attributes, reachable, scripted_attributes
+from whet.verify.hidden_state import (
+    StateWalk,
+    changed_names,
+    module_attributes,
+    new_cached,
+    reachable,
+    scripted_attributes,
+)
+from whet.verify.library_objects import object_parts
+from whet.verify.process_settings import process_settings
+from whet.verify.saved_attributes import SavedAttributes
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
 _MAX_NAMES = 3
-_SAMPLER = "the sampler"
+_SAMPLER, _DATASET = "the sampler", "the dataset"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_DATA_OWNERS = ("the dataset", "the sampler")
+_DATA_OWNERS = (_DATASET, _SAMPLER)
 """Compared only by their samples: data is large, and samples that change are noticed when they are read again."""
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -57,6 +68,8 @@ class GapDetector:
         self._partial: dict[str, list[str]] = {}
         """Names of objects that cannot be compared completely, by owner."""
         self._reported: set[tuple[str, str]] = set()
+        self._saved: dict[int, SavedAttributes] = {}
+        """What the state of each object with a state_dict of the user's contains, by the id of the object."""
         self._optimizers = _OptimizerWatch({stepper.optimizer for stepper in run.steppers.values()})
         run.exit_stack.callback(self._optimizers.close)
 
@@ -92,9 +105,11 @@ class GapDetector:
         for owner, now in self._fingerprints(roots).items():
             before = self._before.setdefault(owner, now)
             names = changed_names(before, now)
+            before |= new_cached(before, now)
             if names and owner == _SAMPLER:
                 expected[owner] = _names_set_by_epoch(self._run.config.data)
             names = [n for n in names if (owner, n) not in self._reported and n not in expected.get(owner, ())]
+            names = self._unsaved(owner, names) if names else names
             self._reported |= {(owner, name) for name in names}
             if names:
                 listed = format_list([f"`{name}`" for name in names])
@@ -102,6 +117,15 @@ class GapDetector:
         for owner, names in self._partial.items():
             listed = format_list([f"`{name}`" for name in names])
             self._run.note_gap(f"{listed} of {owner} cannot be compared as a whole", is_variable=True)
+
+    def _unsaved(self, owner: str, names: list[str]) -> list[str]:
+        """Remove the names of attributes that are part of the state of an object of this owner."""
+        for label, name, obj, read in self._stateful():
+            if label == owner:
+                if id(obj) not in self._saved:
+                    self._saved[id(obj)] = SavedAttributes(obj, read, prefix=name, known=self._known_parts())
+                names = self._saved[id(obj)].unsaved(names)
+        return names
 
     def variables(self, frame: types.FrameType | None) -> dict[str, str]:
         """Return hashes of the user's variables by name, including local variables of the functions that are running.
@@ -125,23 +149,30 @@ class GapDetector:
 
     def _fingerprints(self, roots: Mapping[str, list[tuple[str, Any]]]) -> dict[str, dict[str, bytes]]:
         run = self._run
-        known = {id(part): part for part in (run, run.config, *run.model.modules())}
-        known |= {id(tensor): tensor for tensor in (*run.model.parameters(), *run.model.buffers())}
-        # Include these objects only, not those they refer to: from an optimizer hook, any object may be reachable.
-        known |= {id(saved): saved for saved in self._saved_objects()}
-        known |= reachable(run.registered.objects.values())
+        own = {name: reachable([obj]) for name, obj in run.registered.objects.items()}
+        known = functools.reduce(operator.or_, own.values(), self._known_parts())
         named = (*run.model.named_modules(), *run.model.named_parameters(), *run.model.named_buffers())
         labels = {id(part): name for name, part in named}
         fingerprints = {}
         for owner, parts in roots.items():
             # Use one walk per owner, so that names do not depend on which owner reaches an object first.
-            walk = StateWalk(known=known, labels=labels, is_sample=owner in _DATA_OWNERS)
+            # The attributes of a registered object are compared with what its own state_dict contains.
+            entered = own.get(owner.removeprefix(_REGISTERED), {}) if owner.startswith(_REGISTERED) else {}
+            others = {key: part for key, part in known.items() if key not in entered} if entered else known
+            walk = StateWalk(known=others, labels=labels, is_sample=owner in _DATA_OWNERS)
             for name, value in parts:
                 walk.walk(value, name)
             fingerprints[owner] = walk.finish()
             if walk.partial and not walk.is_sample:
                 self._partial[owner] = list(walk.partial)
         return fingerprints
+
+    def _known_parts(self) -> dict[int, Any]:
+        run = self._run
+        known = {id(part): part for part in (run, run.config, *run.model.modules())}
+        known |= {id(tensor): tensor for tensor in (*run.model.parameters(), *run.model.buffers())}
+        # Include these objects only, not those they refer to: from an optimizer hook, any object may be reachable.
+        return known | {id(saved): saved for saved in self._saved_objects()}
 
     def _saved_objects(self) -> Iterator[Any]:
         """Yield the other objects that checkpoints save and to which the loss may refer."""
@@ -155,8 +186,7 @@ class GapDetector:
         # Code may refer to these objects by other names: modules may share a generator through a closure, for example.
         yield from (value for value in attributes if isinstance(value, torch.Generator) or _is_changeable(value))
         yield from (callback for callback in run.callbacks.users if _saves_state(callback))
-        schedules = schedule.values() if isinstance(schedule, Mapping) else (schedule,)
-        yield from (one for one in schedules if isinstance(one, LRScheduler))
+        yield from _schedulers(schedule)
         data = run.config.data
         if hasattr(data, "state_dict") or isinstance(data, DataLoader):
             # Do not yield the sampler and the collate function too, because they are separate roots.
@@ -170,19 +200,94 @@ class GapDetector:
         run = self._run
         yield "the model", list(_model_parts(run.model))
         for name, stepper in run.steppers.items():
-            owner = "the optimizer" if len(run.steppers) == 1 else f"the optimizer {name}"
-            yield owner, list(_optimizer_parts(stepper.optimizer))
+            yield self._optimizer_label(name), list(_optimizer_parts(stepper.optimizer))
         yield from _hooks(run)
-        yield "the schedule", [(_name_of(part), part) for part in schedule_functions(run.config.training.schedule)]
+        schedule = run.config.training.schedule
+        parts = [(_name_of(part), part) for part in schedule_functions(schedule)]
+        for scheduler in _schedulers(schedule):
+            parts += _attributes(scheduler) if _has_own_state(scheduler) else []
+        yield "the schedule", parts
         yield from _data_parts(run.config.data, run.config.training.collate_fn)
         if run.config.evaluate is not None:
             yield "the evaluation", [(_name_of(run.config.evaluate), run.config.evaluate)]
         for callback in run.callbacks.users:
-            owner = f"the callback {type(callback).__qualname__}"
-            yield owner, list(class_references(type(callback))) if _saves_state(callback) else [("self", callback)]
+            yield _callback_label(callback), _attributes(callback) if _saves_state(callback) else [("self", callback)]
         for name, registered in run.registered.objects.items():
-            # The attributes of the object are saved, but its code may refer to other variables.
-            yield f"the registered {name}", list(class_references(type(registered)))
+            parts = list(class_references(type(registered)))
+            if isinstance(registered, nn.Module):
+                parts = list(_model_parts(registered))
+            elif _has_own_state(registered):
+                parts = _attributes(registered)
+            yield f"{_REGISTERED}{name}", parts
+        yield "the process", list(process_settings())
+
+    def _stateful(self) -> Iterator[tuple[str, str, Any, Callable[[Any], Any]]]:
+        """Yield (owner, name, object, how to read its state) for each object whose state code of the user reads."""
+        run = self._run
+        for callback in run.callbacks.users:
+            if _saves_state(callback):
+                yield _callback_label(callback), "self", callback, _read_state
+        for name, registered in run.registered.objects.items():
+            if _has_own_state(registered):
+                yield f"{_REGISTERED}{name}", "self", registered, _read_state
+        for name, module in run.model.named_modules():
+            if _has_extra_state(module):
+                yield "the model", name, module, _read_extra_state
+        for name, stepper in run.steppers.items():
+            if has_own_state(stepper.optimizer):
+                yield self._optimizer_label(name), "", stepper.optimizer, _read_state
+        for owner, part in _stateful_data(run.config.data):
+            yield owner, "self", part, _read_state
+        for schedule in _schedulers(run.config.training.schedule):
+            if _has_own_state(schedule):
+                yield "the schedule", "self", schedule, _read_state
+
+    def _optimizer_label(self, name: str) -> str:
+        return "the optimizer" if len(self._run.steppers) == 1 else f"the optimizer {name}"
+
+
+_REGISTERED = "the registered "
+
+
+def _callback_label(callback: Callback) -> str:
+    return f"the callback {type(callback).__qualname__}"
+
+
+def _attributes(obj: Any) -> list[tuple[str, Any]]:
+    """Return the attributes and the classes of an object that saves its own state."""
+    return [*object_parts(obj, "self"), *class_references(type(obj))]
+
+
+def _read_state(obj: Any) -> Any:
+    return obj.state_dict()
+
+
+def _read_extra_state(module: nn.Module) -> Any:
+    return module.get_extra_state()
+
+
+def _has_own_state(obj: Any) -> bool:
+    """Return whether an object of a user's class has a state_dict. That of a library is assumed to be complete."""
+    return hasattr(obj, "state_dict") and not is_library_class(type(obj)) and not isinstance(obj, nn.Module | Optimizer)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _schedulers(schedule: Any) -> list[Any]:
+    schedules = schedule.values() if isinstance(schedule, Mapping) else (schedule,)
+    return [one for one in schedules if isinstance(one, LRScheduler)]
+
+
+def _stateful_data(data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the stream and the sampler that save their own state, with their owners."""
+    if isinstance(data, DataLoader) and not _has_own_state(data):
+        yield from _stateful_data(data.dataset)
+        if _has_own_state(_sampler_of(data)):
+            yield _SAMPLER, _sampler_of(data)
+    elif _has_own_state(data):
+        yield _DATASET, data
 
 
 def _is_changeable(value: Any) -> bool:
@@ -195,9 +300,6 @@ def _saves_state(callback: Callback) -> bool:
 
 def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            # Such a module saves its hidden state itself.
-            continue
         for key, value in module_attributes(module):
             if not has_encoding(value):
                 yield f"{name}.{key}".removeprefix("."), value
@@ -214,7 +316,7 @@ def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         if not is_library_class(type(one)):
             # Optimizers from other libraries change their defaults in the first step.
             yield f"{prefix}defaults", one.defaults
-        if not has_own_state(one):
+        if not prefix or not has_own_state(one):
             names = (name for name in plain_names(one) if not has_encoding(vars(one)[name]))
             yield from ((f"{prefix}{name}", vars(one)[name]) for name in names)
         yield from class_references(type(one))
@@ -240,17 +342,17 @@ def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
 def _data_parts(data: Any, collate_fn: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     if hasattr(data, "state_dict"):
         # This stream or loader saves its own state.
-        yield "the dataset", list(class_references(type(data)))
+        yield _DATASET, _attributes(data) if _has_own_state(data) else list(class_references(type(data)))
         yield "the collate function", [(_name_of(collate_fn), collate_fn)]
         return
     if isinstance(data, DataLoader):
         sampler = _sampler_of(data)
         yield from _data_parts(data.dataset, data.collate_fn)
-        if not type(sampler).__module__.startswith("torch.") and not hasattr(sampler, "state_dict"):
-            yield _SAMPLER, [("self", sampler)]
+        if not type(sampler).__module__.startswith("torch."):
+            yield _SAMPLER, _attributes(sampler) if _has_own_state(sampler) else [("self", sampler)]
         yield "worker_init_fn", [("worker_init_fn", data.worker_init_fn)]
         return
-    yield "the dataset", [("self", data)]
+    yield _DATASET, [("self", data)]
     yield "the collate function", [(_name_of(collate_fn), collate_fn)]
 
 

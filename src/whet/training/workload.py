@@ -24,6 +24,7 @@ from whet.step.rollback import BufferSnapshot
 from whet.step.unpadding import NO_TRANSFORMER, unpadding_obstacle
 from whet.training.training_config import TrainingConfig
 from whet.verify.isolation import preserve_model
+from whet.verify.library_objects import attributes_of
 
 _BATCHNORMS = nn.modules.batchnorm._BatchNorm
 _DROPOUTS = nn.modules.dropout._DropoutNd
@@ -150,9 +151,9 @@ def _used_modules(loss: Any, *, depth: int) -> Iterator[nn.Module]:
             yield used
         elif depth and inspect.isfunction(used) and (used.__module__ or "").partition(".")[0] != "torch":
             yield from _used_modules(used, depth=depth - 1)
-        elif hasattr(used, "__dict__") and not isinstance(used, type | ModuleType):
+        elif not isinstance(used, type | ModuleType):
             # The object of a bound method. isinstance would raise for an attribute that is a proxy of a deleted object.
-            yield from (part for part in vars(used).values() if issubclass(type(part), nn.Module))
+            yield from (part for _, part in attributes_of(used) if issubclass(type(part), nn.Module))
 
 
 def calls_attention(model: nn.Module, loss: MicroLoss, micro: MicroBatch, *, device: AbstractDevice) -> bool:

@@ -37,6 +37,7 @@ _PACKAGES = {
 }  # fmt: skip
 """How to treat objects of a package. Of those that log or hold settings ("named"), only attributes that the user's code
 names are compared, because they change at every use."""
+_CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _MAX_DOTS = 3
 """Maximum depth to which an attribute chain such as `torch.nn.Linear.count` is followed into libraries."""
 _ACCESSED_BY_TEXT = frozenset({"globals", "vars", "__dict__", "getattr", "setattr", "exec", "eval"})
@@ -65,6 +66,9 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(function, types.MethodType):
         yield "self", function.__self__
         function = function.__func__
+    if isinstance(registry := getattr(function, "registry", None), types.MappingProxyType):
+        # functools.singledispatch
+        yield f"{name}.registry", registry
     function = _unwrapped(function)
     if not isinstance(function, types.FunctionType):
         if isinstance(function, CachedFunction):
@@ -91,7 +95,6 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
     names, space = {*_code_names(code)}, function.__globals__
     for variable in sorted(names & space.keys()):
         yield from _named_parts(variable, space[variable], names)
-
 
     for variable in sorted(names - space.keys()):
         if variable in vars(builtins) and not callable(vars(builtins)[variable]):
@@ -124,6 +127,11 @@ def _named_parts(variable: str, value: Any, names: set[str], dots: int = 0) -> I
             yield from ((f"sys.modules[{n!r}]", m) for n, m in [*item.items()] if not is_skipped_package(n))
         elif is_users or isinstance(item, (*SCALARS, os._Environ)) or type(item) in (list, dict, set):
             yield f"{variable}.{key}", item
+        elif isinstance(item, _CALLED):
+            # Only whether it is still the same function: those of libraries may be replaced.
+            yield f"{variable}.{key}", identity_bytes(item)
+            if isinstance(item, types.FunctionType) and is_users_function(item):
+                yield f"{variable}.{key}", item
         elif dots < _MAX_DOTS and (isinstance(item, type) or _is_inside(item, value)):
             yield from _named_parts(f"{variable}.{key}", item, names, dots + 1)
 
@@ -182,6 +190,11 @@ def names_in(function: Any) -> tuple[str, ...]:
     function = _unwrapped(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
     return () if code is None or is_installed_file(code.co_filename) else _code_names(code)
+
+
+def is_users_function(function: types.FunctionType) -> bool:
+    """Return whether a function is defined in code of the user."""
+    return not is_skipped_package(function.__module__) and not _is_installed(function)
 
 
 def has_own_name(value: Any, name: str) -> bool:

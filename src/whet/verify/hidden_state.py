@@ -5,6 +5,8 @@ from the device as a whole, and does not call user code.
 """
 
 import collections
+import functools
+import gc
 import hashlib
 import marshal
 import random
@@ -33,6 +35,7 @@ from whet.verify.code_references import (
     identity_bytes,
     is_library_class,
     is_method,
+    is_users_function,
     names_in,
     package_kind,
 )
@@ -48,12 +51,14 @@ _SAMPLE_ITEMS = 128
 # Types whose state is saved with the run, does not affect training, or cannot be read.
 _SKIPPED_TYPES = (Optimizer, types.CodeType, types.FrameType, types.TracebackType, super)
 _CONTAINERS = (set, frozenset, dict, list, tuple, collections.deque)
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, range, slice})
-"""Scalar types whose instances have no attributes."""
+_CACHED = "(...)"
+"""Part of the names of what a cached function returned. It did not exist before the first call, which is no change."""
+_STORAGE_READERS = frozenset({"untyped_storage", "storage", "as_strided", "_base"})
+"""Names by which code reaches memory of a tensor that is not part of its view."""
 _UNREADABLE = frozenset(
     {
         "__subclasses__", "_current_frames", "_getframe", "_version", "currentframe", "get_objects", "get_referents",
-        "get_referrers", "getrefcount",
+        "get_referrers", "getrefcount", "umask",
     }
 )  # fmt: skip
 """Names of functions that read the interpreter. What they return cannot be compared."""
@@ -81,7 +86,7 @@ class StateWalk:
     _referred: set[tuple[str, int]] = field(default_factory=set)
     """Recorded references, as pairs of a name and the id of its object."""
     _deferred: list[tuple[str, Callable[[], Any], frozenset[str], int]] = field(default_factory=list)
-    """Values that are walked only if visited code uses one of some names: (name, how to read it, the names, depth)."""
+    """Values to walk only if visited code uses one of some names: (name, how to read it, the names, depth)."""
     _used: set[str] = field(default_factory=set)
     """The names that visited code uses."""
     _depth: int = 0
@@ -100,7 +105,7 @@ class StateWalk:
                 value = value.__init__.__self__
             if isinstance(value, SCALARS):
                 self.record(name, scalar_bytes(value))
-                if type(value) in _PLAIN or not getattr(value, "__dict__", None):
+                if not type(value).__dictoffset__:
                     return
             if self.follows_code:
                 self._record_identity(value, name)
@@ -161,10 +166,13 @@ class StateWalk:
         """Record a value, and yield the objects that it refers to with their names."""
         if isinstance(value, Tensor):
             self.record(name, tensor_bytes(value, is_sample=self.is_sample))
+            self.defer(f"{name}.untyped_storage()", value.untyped_storage, _STORAGE_READERS)
             if value.is_leaf and value.grad is not None:
                 yield f"{name}.grad", value.grad
         elif isinstance(value, np.ndarray):
             self.record(name, array_bytes(value, is_sample=self.is_sample))
+            if value.base is not None:
+                self.defer(f"{name}.base", lambda: value.base, frozenset(["base"]))
             if value.dtype.hasobject:
                 yield name, value.tolist()
         elif isinstance(value, GENERATORS):
@@ -206,18 +214,22 @@ class StateWalk:
             if draws(value.__wrapped__) or is_method(value.__wrapped__) or self._reads_tensors(value.__wrapped__):
                 self.record(name, str(value.cache_info().currsize).encode())
             yield name, value.__wrapped__
+            if value.cache_info().currsize == 1:
+                # A cached object, often the only one of its kind, may be changed later.
+                parts = (part for part in gc.get_referents(value) if not isinstance(part, (*FUNCTIONS, type)))
+                yield from ((f"{name}{_CACHED}", part) for part in parts if part is not vars(value))
         else:
-            parts = library_parts(value, name, self)
-            yield from self._object_parts(value, name) if parts is None else parts
+            of_library = library_parts(value, name, self)
+            yield from self._object_parts(value, name) if of_library is None else of_library
 
     def _function_parts(self, function: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from function_references(function, name)
         used = names_in(function)
         self._used.update(used)
         self.partial.update(dict.fromkeys(sorted(_UNREADABLE.intersection(used))))
-        if used and isinstance(function, types.FunctionType):
+        if isinstance(function, types.FunctionType) and is_users_function(function):
             for key in ("__annotations__", "__doc__"):
-                self.defer(f"{name}.{key}", lambda key=key: getattr(function, key), _readers_of(key))
+                self.defer(f"{name}.{key}", functools.partial(getattr, function, key), _readers_of(key))
 
     def _class_parts(self, kind: type, name: str) -> Iterator[tuple[str, Any]]:
         attributes = class_attributes(kind, name)
@@ -225,7 +237,7 @@ class StateWalk:
         yield from class_references(type(kind))
         for key, item in vars(kind).items():
             if key.startswith("__") and not isinstance(item, _DESCRIPTORS):
-                self.defer(f"{name}.{key}", lambda item=item: item, _readers_of(key))
+                self.defer(f"{name}.{key}", functools.partial(vars(kind).get, key), _readers_of(key))
 
     def _inspected(self, value: Any, items: Sequence[Any], name: str) -> Sequence[Any]:
         """Return the items of a container to visit: all items, or some from both ends of a large container.
@@ -261,6 +273,7 @@ class StateWalk:
         yield from class_references(type(value)) if self.follows_code else ()
 
     def record(self, name: str, data: bytes) -> None:
+        """Record the value of `name`."""
         # Two functions may have variables of the same name, so their digests are combined.
         before = self.digests.get(name, b"")
         self.digests[name] = hashlib.blake2b(before + data, digest_size=8).digest()
@@ -274,10 +287,19 @@ def changed_names(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list
     >>> changed_names({"len(seen)": b"0", "n": b"1"}, {"len(seen)": b"1", "seen[0]": b"5", "n": b"1"})
     ['seen']
     """
-    changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    changed = [
+        name
+        for name in {**now, **before}
+        if before.get(name) != now.get(name) and (name in before or _CACHED not in name)
+    ]
     names = dict.fromkeys(name[4:-1] if name.startswith("len(") else name for name in changed)
     outer = [name for name in names if not any(prefix in names for prefix in _prefixes(name))]
     return sorted(outer, key=lambda name: name not in before and f"len({name})" not in before)
+
+
+def new_cached(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the hashes of objects that a cached function has returned since `before`."""
+    return {name: digest for name, digest in now.items() if _CACHED in name and name not in before}
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -312,6 +334,14 @@ def _is_skipped(value: Any) -> bool:
 def _global_generators() -> tuple[Any, ...]:
     """Return the global generators, which every checkpoint saves."""
     return torch.default_generator, random._inst, np.random.mtrand._rand
+
+
+def item_names(value: Any, keys: Iterable[Any], name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each item of a container, with its key or index."""
+    if isinstance(value, dict):
+        yield from ((f"{name}[{_key_text(key, index)}]", key) for index, key in enumerate(keys))
+    else:
+        yield from ((f"{name}[{index}]", index) for index in keys)
 
 
 def _key_text(key: Any, index: int) -> str:

@@ -30,12 +30,17 @@ _CData: Any = ctypes.Structure.__base__
 _POSITIONS = frozenset({"tell", "seek", "lseek", "stat", "fstat", "getsize", "st_size"})
 """Names that code uses to read the size of a file or the position in it."""
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _UNREAD_MODULES = (
     "_abc", "_ctypes", "_struct", "_thread", "_weakref", "concurrent.futures.process", "concurrent.futures.thread",
     "ctypes", "re", "subprocess", "types",
 )  # fmt: skip
 """Modules of Python whose objects do not change, or describe this process only."""
+_ELSEWHERE = (
+    "dbm", "multiprocessing.connection", "multiprocessing.managers", "multiprocessing.pool", "multiprocessing.queues",
+    "shelve",
+)  # fmt: skip
+"""Modules of Python whose objects have their state in files or in other processes."""
 _UNREAD_TYPES = (threading.Thread, weakref.finalize, contextvars.Token)
 _CACHES = frozenset({("Logger", "_cache"), ("Logger", "manager"), ("RootLogger", "_cache"), ("RootLogger", "manager")})
 """Attributes that Python fills when an object is used, by the name of the class."""
@@ -57,18 +62,21 @@ class Recorder(Protocol):
 
 def library_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]] | None:
     """Record an object whose state is outside its attributes, and yield what it refers to. None for other objects."""
-    kind = type(value)
+    kind: Any = type(value)
     package = package_kind(kind.__module__)
     for kinds, read in _READERS:
         if isinstance(value, kinds):
             return chain(read(value, name, walk), () if package else object_parts(value, name))
-    if package == "python" and kind.__module__ in _UNREAD_MODULES:
-        return iter(())
     if package in ("python", "") and hasattr(kind, "__next__") and has_hidden_state(kind):
         return _iterator_parts(value, name, walk)
+    if package == "python" and kind.__module__ in _UNREAD_MODULES:
+        return iter(())
+    if kind.__module__.startswith(_ELSEWHERE) and package == "python":
+        walk.partial[name] = None
+        return iter(())
     if package == "python" and has_hidden_state(kind):
         return chain(_python_parts(value, name, walk), object_parts(value, name))
-    if package == "unreadable" or (package == "" and not hasattr(kind, "__call__") and has_hidden_state(kind)):
+    if package == "unreadable" or (package == "" and not callable(kind) and has_hidden_state(kind)):
         # What can be called is usually a function, such as one compiled by Cython or Numba.
         walk.partial[name] = None
     if package == "named":
@@ -78,26 +86,36 @@ def library_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, 
 
 
 def object_parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, without what Python fills when the object is used."""
-    attributes = (item for item in getattr(value, "__dict__", {}).items() if (type(value).__name__, item[0]) not in _CACHES)
-    yield from ((f"{name}.{key}", item) for key, item in chain(attributes, _slot_values(value)))
+    """Yield the attributes of an object, without those that Python fills when the object is used."""
+    yield from ((f"{name}.{key}", item) for key, item in attributes_of(value))
+
+
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of the attributes of an object, from its __dict__ and its slots."""
+    with contextlib.suppress(AttributeError):
+        # Not getattr, which could call code of the user.
+        attributes = object.__getattribute__(value, "__dict__")
+        yield from (item for item in attributes.items() if (type(value).__name__, item[0]) not in _CACHES)
+    for owner in type(value).__mro__:
+        for slot in _slots_of(owner):
+            with contextlib.suppress(AttributeError):
+                yield slot.__name__, slot.__get__(value)
 
 
 def _defer_attributes(value: Any, name: str, walk: Recorder) -> None:
     """Compare the attributes that the user's code names, directly or by the name of a property that reads them."""
-    readers: dict[str, set[str]] = {key: {key} for key, _ in object_parts(value, "")}
+    readers = {key: {key} for key, _ in attributes_of(value)}
     for owner in type(value).__mro__:
         for key, item in vars(owner).items():
             if isinstance(item, property) and (code := getattr(item.fget, "__code__", None)) is not None:
-                for attribute in {*code.co_names} & readers.keys():
+                for attribute in readers.keys() & {*code.co_names}:
                     readers[attribute].add(key)
-    for attribute, names in readers.items():
-        key = attribute.removeprefix(".")
-        walk.defer(f"{name}.{key}", lambda key=key: getattr(value, key, None), frozenset(names))
+    for key, names in readers.items():
+        walk.defer(f"{name}.{key}", functools.partial(getattr, value, key, None), frozenset(names))
 
 
 @functools.lru_cache(4_096)
-def has_hidden_state(kind: type) -> bool:
+def has_hidden_state(kind: Any) -> bool:
     """Return whether instances have memory that belongs to no attribute, as those of C extensions do."""
     # pickle uses the same test for objects that it cannot copy.
     if kind.__module__.partition(".")[0] in ("builtins", "torch"):
@@ -114,13 +132,6 @@ def _slots_of(kind: type) -> Iterator[Any]:
         item = vars(kind).get(slot, vars(kind).get(f"{private}{slot}"))
         if isinstance(item, types.MemberDescriptorType):
             yield item
-
-
-def _slot_values(value: Any) -> Iterator[tuple[str, Any]]:
-    for owner in type(value).__mro__:
-        for item in _slots_of(owner):
-            with contextlib.suppress(AttributeError):
-                yield item.__name__, item.__get__(value)
 
 
 # --- readers ---------------------------------------------------------------------------------------------------------
@@ -203,6 +214,8 @@ def _iterator_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str
 def _exception(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield f"{name}.args", value.args
+    if package_kind(type(value).__module__):
+        yield from object_parts(value, name)
 
 
 def _bound(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
@@ -232,6 +245,13 @@ def _cell(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
         yield name, value.cell_contents
 
 
+def _foreign_library(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+    """The variables of a library in C, such as the generator behind `rand`, cannot be seen."""
+    del value
+    walk.partial[name] = None
+    yield from ()
+
+
 def _storage(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield name, torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
@@ -240,9 +260,9 @@ def _storage(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]
 def _module(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
     """Compare the variables of a user's module that code names."""
     if not is_installed(value) and package_kind(value.__name__) == "":
-        for key, item in vars(value).items():
+        for key in vars(value):
             if not key.startswith("__"):
-                walk.defer(f"{name}.{key}", lambda item=item: item, frozenset([key]))
+                walk.defer(f"{name}.{key}", functools.partial(getattr, value, key), frozenset([key]))
     yield from ()
 
 
@@ -254,6 +274,11 @@ def _loader(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
 def _context_variable(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield f"{name}.get()", value.get(None)
+
+
+def _reference(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+    del walk
+    yield f"{name}()", value()
 
 
 def _weak_mapping(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
@@ -279,7 +304,13 @@ def _environment(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, A
 
 def _attributes(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
     del walk
-    yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())
+    return object_parts(value, name)
+
+
+def _thread_attributes(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+    """Each thread has other attributes, which only the class of the object can find."""
+    del walk
+    yield from ((f"{name}.{key}", item) for key, item in vars(value).items())
 
 
 def _python_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
@@ -326,9 +357,9 @@ _READERS: tuple[tuple[Any, Any], ...] = (
     (contextvars.Context, _weak_mapping),
     ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _weak_mapping),
     (weakref.WeakSet, _weak_set),
-    (weakref.ReferenceType, lambda value, name, walk: iter([(f"{name}()", value())])),
+    (weakref.ReferenceType, _reference),
     (type(threading.Lock()), _lock),
-    (threading.local, _attributes),
+    (threading.local, _thread_attributes),
     (BaseException, _exception),
     (_VIEWS, _cached_value("mapping", "")),
     ((classmethod, staticmethod), _cached_value("__func__", "")),
@@ -336,6 +367,7 @@ _READERS: tuple[tuple[Any, Any], ...] = (
     (types.SimpleNamespace, _attributes),
     (property, _property),
     (types.CellType, _cell),
+    (ctypes.CDLL, _foreign_library),
     (UntypedStorage, _storage),
     (types.ModuleType, _module),
     (_ITERATORS, _iterator_parts),
