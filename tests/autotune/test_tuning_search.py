@@ -156,7 +156,7 @@ def test_simulated_gain_that_is_not_confirmed_is_reverted() -> None:
     assert (actual.settings, actual.gain) == ({}, None)
     assert actual.trials[-1].setting == "plan"
     assert actual.measured["optimizer_kernels"].value == "fused"
-    assert "rule-based plan is kept" in actual.measured["optimizer_kernels"].reason
+    assert "rule-based plan is kept: the gain was not confirmed" in actual.measured["optimizer_kernels"].reason
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

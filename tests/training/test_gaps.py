@@ -682,6 +682,32 @@ def _registered(p: Program) -> None:
     p.options["register"] = {"history": history, "inner": inner}
 
 
+class Shadow:
+    """An average of the weights that refers to the model, as user-written ones do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.weights = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+def _registered_with_the_model(p: Program) -> None:
+    shadow = Shadow(p.model)
+
+    def loss(batch: Any) -> Tensor:
+        for average, parameter in zip(shadow.weights, p.model.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.1)
+        return cross_entropy(p.model, batch)
+
+    p.loss = loss
+    p.options["register"] = {"shadow": shadow}
+
+
 def _lambda_schedule(p: Program) -> None:
     p.options["schedule"] = torch.optim.lr_scheduler.LambdaLR(p.optimizer, lambda step: 1 / (1 + step))
     p.options["schedule_interval"] = "step"
@@ -728,7 +754,8 @@ def _probe(p: Program) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        _closure_over_data, _sampler_with_epochs, _callback_with_state, _lambda_schedule, _proxy_of_the_model,
+        _closure_over_data, _sampler_with_epochs, _callback_with_state, _registered_with_the_model, _lambda_schedule,
+        _proxy_of_the_model,
         *(
             pytest.param(change, marks=pytest.mark.slow)
             for change in (_plain, _criterion, _loader, _global_draws, _batchnorm, _registered, _probe, _dead_proxy)

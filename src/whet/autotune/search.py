@@ -359,7 +359,7 @@ def _result(
     gain: ConfirmedGain | None = None,
     step_seconds: float | None = None,
 ) -> TuningResult:
-    reverted = None if gain or state.best is state.base else f"the rule-based plan is kept:  {reason}"
+    reverted = None if gain or state.best is state.base else f"the rule-based plan is kept: {reason}"
     return TuningResult(
         settings=dict(kept.settings),
         measured=measured_settings(kept.plan, state.trials, reverted=reverted),

@@ -150,15 +150,17 @@ class GapDetector:
     def _fingerprints(self, roots: Mapping[str, list[tuple[str, Any]]]) -> dict[str, dict[str, bytes]]:
         run = self._run
         own = {name: reachable([obj]) for name, obj in run.registered.objects.items()}
-        known = functools.reduce(operator.or_, own.values(), self._known_parts())
+        saved = self._known_parts()
+        known = functools.reduce(operator.or_, own.values(), saved)
         named = (*run.model.named_modules(), *run.model.named_parameters(), *run.model.named_buffers())
         labels = {id(part): name for name, part in named}
         fingerprints = {}
         for owner, parts in roots.items():
             # Use one walk per owner, so that names do not depend on which owner reaches an object first.
-            # The attributes of a registered object are compared with what its own state_dict contains.
+            # The attributes of a registered object are compared with what its own state_dict contains. It may refer to
+            # the model, which checkpoints save anyway.
             entered = own.get(owner.removeprefix(_REGISTERED), {}) if owner.startswith(_REGISTERED) else {}
-            others = {key: part for key, part in known.items() if key not in entered} if entered else known
+            others = {key: part for key, part in known.items() if key not in entered} | saved if entered else known
             walk = StateWalk(known=others, labels=labels, is_sample=owner in _DATA_OWNERS)
             for name, value in parts:
                 walk.walk(value, name)
