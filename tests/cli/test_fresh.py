@@ -25,6 +25,21 @@ def test_a_new_run_replaces_the_old_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_the_old_run_keeps_its_name_if_it_cannot_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        old, disk = old_run(folder / "run"), FaultyDisk("EIO", at=number)
+        monkeypatch.setattr(durable, "disk", disk)
+        try:
+            durable.move_aside(folder / "run")
+        except WhetError:
+            assert open_run(folder / "run").header.id == old
+        else:
+            break
+    assert number > 3, "a rename, and opening and syncing the folder"
+
+
 def test_the_old_run_is_whole_after_a_failure_at_any_disk_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in itertools.count(1):
         folder = tmp_path / str(number)

@@ -338,9 +338,17 @@ def move(source: Path, target: Path) -> None:
 
 
 def move_aside(path: Path) -> Path:
-    """Move a file or folder durably to a leftover name, for `remove` to delete later. Return the new path."""
+    """Move a file or folder durably to a leftover name, for `remove` to delete later. Return the new path.
+
+    If the move cannot be made durable, it is undone: the caller does not know the new path.
+    """
     aside = leftover_name(path)
-    move(path, aside)
+    try:
+        move(path, aside)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.rename(aside, path)
+        raise
     return aside
 
 
