@@ -104,14 +104,21 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _defer_attributes(value: Any, name: str, walk: Recorder) -> None:
     """Compare the attributes that the user's code names, directly or by the name of a property that reads them."""
-    readers = {key: {key} for key, _ in attributes_of(value)}
-    for owner in type(value).__mro__:
+    kind: Any = type(value)
+    readers = _readers(kind)
+    for key, _ in attributes_of(value):
+        walk.defer(f"{name}.{key}", functools.partial(getattr, value, key, None), readers.get(key, frozenset()) | {key})
+
+
+@functools.lru_cache(1_024)
+def _readers(kind: Any) -> dict[str, frozenset[str]]:
+    """Return the names of the properties of a class by the names that their code uses."""
+    readers: dict[str, frozenset[str]] = {}
+    for owner in kind.__mro__:
         for key, item in vars(owner).items():
             if isinstance(item, property) and (code := getattr(item.fget, "__code__", None)) is not None:
-                for attribute in readers.keys() & {*code.co_names}:
-                    readers[attribute].add(key)
-    for key, names in readers.items():
-        walk.defer(f"{name}.{key}", functools.partial(getattr, value, key, None), frozenset(names))
+                readers |= {used: readers.get(used, frozenset()) | {key} for used in code.co_names}
+    return readers
 
 
 @functools.lru_cache(4_096)
