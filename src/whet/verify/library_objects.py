@@ -41,6 +41,8 @@ _ELSEWHERE = (
     "shelve",
 )  # fmt: skip
 """Modules of Python whose objects have their state in files or in other processes."""
+_UNREAD_CLASSES = frozenset({("functools", "_lru_list_elem"), ("_csv", "writer"), ("_csv", "Dialect")})
+"""More such classes, by module and name."""
 _UNREAD_TYPES = (threading.Thread, weakref.finalize, contextvars.Token)
 _CACHES = frozenset({("Logger", "_cache"), ("Logger", "manager"), ("RootLogger", "_cache"), ("RootLogger", "manager")})
 """Attributes that Python fills when an object is used, by the name of the class."""
@@ -69,7 +71,9 @@ def library_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, 
             return chain(read(value, name, walk), () if package else object_parts(value, name))
     if package in ("python", "") and hasattr(kind, "__next__") and has_hidden_state(kind):
         return _iterator_parts(value, name, walk)
-    if package == "python" and kind.__module__ in _UNREAD_MODULES:
+    if package == "python" and (
+        kind.__module__ in _UNREAD_MODULES or (kind.__module__, kind.__name__) in _UNREAD_CLASSES
+    ):
         return iter(())
     if kind.__module__.startswith(_ELSEWHERE) and package == "python":
         walk.partial[name] = None
