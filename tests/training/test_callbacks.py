@@ -114,6 +114,30 @@ def test_stop_saves_and_the_same_call_resumes_with_the_callbacks_state(moment: s
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
 
 
+class EpochCounter(Callback):
+    """Counts epochs in `on_epoch_end`."""
+
+    epochs_seen = 0
+
+    def on_epoch_end(self, state: State) -> None:
+        self.epochs_seen += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs_seen": self.epochs_seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs_seen = state["epochs_seen"]
+
+
+@pytest.mark.parametrize("checkpoint_steps", [4, 100], ids=["saved in the epoch's last step", "saved at the end"])
+def test_state_changed_at_the_end_of_an_epoch_is_saved(checkpoint_steps: int, tmp_path: Path) -> None:
+    options = {"overrides": {"threads": 1, "checkpoint_steps": checkpoint_steps}}
+    fit(tmp_path / "run", EpochCounter(), epochs_per_session=1, **options)
+    counter = EpochCounter()
+    fit(tmp_path / "run", counter, **options)
+    assert counter.epochs_seen == 2
+
+
 def test_rollback_repeats_the_steps_and_restores_the_callback(tmp_path: Path) -> None:
     seen = Recording(step3=Action.SAVE, step5=Action.ROLLBACK("a bad moment"))
     model, _ = fit(tmp_path / "run", seen)

@@ -420,6 +420,35 @@ def test_what_cannot_be_read_is_named(value: Any) -> None:
     assert list(walk.partial) == ["getrefcount" if value is _counts_references else "x"]
 
 
+@functools.lru_cache
+def _table(size: int) -> list[torch.Tensor]:
+    return [torch.ones(size)]
+
+
+def _fills() -> None:
+    _table(3)
+
+
+def _changes() -> None:
+    _table(3)[0].add_(1)
+
+
+def test_what_a_cached_function_returned_is_state_once_it_exists() -> None:
+    _table.cache_clear()
+    assert change(_fills, _fills) == []
+    assert change(_changes, _changes) == ["_table(...)[0]"]
+    walk = StateWalk()
+    walk.walk([_table, csv.writer(io.StringIO())], "x")
+    assert walk.partial == {}
+
+
+def test_a_replaced_function_of_a_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tangent() -> float:
+        return math.tan(1.0)
+
+    assert change(tangent, lambda: monkeypatch.setattr(math, "tan", math.sin)) == ["math.tan"]
+
+
 def test_a_bar_is_left_out_if_no_code_reads_its_position() -> None:
     assert change(lambda: BAR.update(1), lambda: BAR.update(1)) == []
 

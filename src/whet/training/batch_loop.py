@@ -86,11 +86,11 @@ class BatchLoop:
                 if state.step != before + 1:
                     raise checks.one_step_error(state.step - before)
                 before += 1
-                if action.save:
-                    self._save("due" if action.save == SAVE_WHEN_IDLE else "now")
-                # Save the checkpoint of this step first: on_epoch_end is documented to run after it.
+                # Call on_epoch_end before the checkpoint of this step is saved, so that it has the state of callbacks.
                 if batch.is_last_of_epoch:
                     run.pending |= run.callbacks.on_epoch_end(state)
+                if action.save:
+                    self._save("due" if action.save == SAVE_WHEN_IDLE else "now")
                 if run.group.is_single_process:
                     action |= self._collect_requests()
                 if action.stop is not None:

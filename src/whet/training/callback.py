@@ -104,7 +104,7 @@ class Callback:
         return Action.NONE
 
     def on_epoch_end(self, state: State) -> Action | None:  # noqa: ARG002
-        """Called after the last step of an epoch, and after the checkpoint of that step if one was due."""
+        """Called after the last step of an epoch, before the checkpoint of that step is saved if one is due."""
         return Action.NONE
 
     def on_end(self, state: State, error: BaseException | None) -> None:

@@ -109,7 +109,7 @@ class GapDetector:
             if names and owner == _SAMPLER:
                 expected[owner] = _names_set_by_epoch(self._run.config.data)
             names = [n for n in names if (owner, n) not in self._reported and n not in expected.get(owner, ())]
-            names = self._unsaved(owner, names) if names else names
+            names = self._unsaved(owner, names, roots[owner], now) if names else names
             self._reported |= {(owner, name) for name in names}
             if names:
                 listed = format_list([f"`{name}`" for name in names])
@@ -118,13 +118,20 @@ class GapDetector:
             listed = format_list([f"`{name}`" for name in names])
             self._run.note_gap(f"{listed} of {owner} cannot be compared as a whole", is_variable=True)
 
-    def _unsaved(self, owner: str, names: list[str]) -> list[str]:
-        """Remove the names of attributes that are part of the state of an object of this owner."""
+    def _unsaved(
+        self, owner: str, names: list[str], parts: list[tuple[str, Any]], now: Mapping[str, bytes]
+    ) -> list[str]:
+        """Remove the names of what is part of the state of an object of this owner."""
         for label, name, obj, read in self._stateful():
-            if label == owner:
-                if id(obj) not in self._saved:
-                    self._saved[id(obj)] = SavedAttributes(obj, read, prefix=name, known=self._known_parts())
-                names = self._saved[id(obj)].unsaved(names)
+            if label != owner or not names:
+                continue
+            if id(obj) not in self._saved:
+                self._saved[id(obj)] = SavedAttributes(obj, read, prefix=name, known=self._known_parts())
+            names = self._saved[id(obj)].unsaved(names)
+            if names:
+                # What the state contains may also be in a variable; its own hash is then left out.
+                without = self._fingerprints({owner: parts}, known=reachable([read(obj)]))[owner]
+                names = [n for n in names if all(without.get(k) == now.get(k) for k in (n, f"len({n})"))]
         return names
 
     def variables(self, frame: types.FrameType | None) -> dict[str, str]:
@@ -147,11 +154,13 @@ class GapDetector:
         position = [*self._losses].index(key)
         return "the loss" if position == 0 else f"the loss {_name_of(self._losses[key])}"
 
-    def _fingerprints(self, roots: Mapping[str, list[tuple[str, Any]]]) -> dict[str, dict[str, bytes]]:
+    def _fingerprints(
+        self, roots: Mapping[str, list[tuple[str, Any]]], *, known: Mapping[int, Any] | None = None
+    ) -> dict[str, dict[str, bytes]]:
         run = self._run
         own = {name: reachable([obj]) for name, obj in run.registered.objects.items()}
-        saved = self._known_parts()
-        known = functools.reduce(operator.or_, own.values(), saved)
+        of_run = self._known_parts()
+        saved = functools.reduce(operator.or_, own.values(), of_run)
         named = (*run.model.named_modules(), *run.model.named_parameters(), *run.model.named_buffers())
         labels = {id(part): name for name, part in named}
         fingerprints = {}
@@ -160,8 +169,10 @@ class GapDetector:
             # The attributes of a registered object are compared with what its own state_dict contains. It may refer to
             # the model, which checkpoints save anyway.
             entered = own.get(owner.removeprefix(_REGISTERED), {}) if owner.startswith(_REGISTERED) else {}
-            others = {key: part for key, part in known.items() if key not in entered} | saved if entered else known
-            walk = StateWalk(known=others, labels=labels, is_sample=owner in _DATA_OWNERS)
+            others = {key: part for key, part in saved.items() if key not in entered} | of_run if entered else saved
+            walk = StateWalk(
+                known={**others, **known} if known else others, labels=labels, is_sample=owner in _DATA_OWNERS
+            )
             for name, value in parts:
                 walk.walk(value, name)
             fingerprints[owner] = walk.finish()

@@ -127,11 +127,12 @@ def _named_parts(variable: str, value: Any, names: set[str], dots: int = 0) -> I
             yield from ((f"sys.modules[{n!r}]", m) for n, m in [*item.items()] if not is_skipped_package(n))
         elif is_users or isinstance(item, (*SCALARS, os._Environ)) or type(item) in (list, dict, set):
             yield f"{variable}.{key}", item
+        elif isinstance(item, types.FunctionType) and is_users_function(item):
+            # It replaces a function of the library.
+            yield f"{variable}.{key}", item
         elif isinstance(item, _CALLED):
-            # Only whether it is still the same function: those of libraries may be replaced.
-            yield f"{variable}.{key}", identity_bytes(item)
-            if isinstance(item, types.FunctionType) and is_users_function(item):
-                yield f"{variable}.{key}", item
+            if item.__name__ != key:
+                yield f"{variable}.{key}", item.__name__
         elif dots < _MAX_DOTS and (isinstance(item, type) or _is_inside(item, value)):
             yield from _named_parts(f"{variable}.{key}", item, names, dots + 1)
 

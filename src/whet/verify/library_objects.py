@@ -41,6 +41,8 @@ _ELSEWHERE = (
     "shelve",
 )  # fmt: skip
 """Modules of Python whose objects have their state in files or in other processes."""
+_UNREAD_CLASSES = frozenset({("functools", "_lru_list_elem"), ("_csv", "writer"), ("_csv", "Dialect")})
+"""More such classes, by module and name."""
 _UNREAD_TYPES = (threading.Thread, weakref.finalize, contextvars.Token)
 _CACHES = frozenset({("Logger", "_cache"), ("Logger", "manager"), ("RootLogger", "_cache"), ("RootLogger", "manager")})
 """Attributes that Python fills when an object is used, by the name of the class."""
@@ -69,7 +71,9 @@ def library_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, 
             return chain(read(value, name, walk), () if package else object_parts(value, name))
     if package in ("python", "") and hasattr(kind, "__next__") and has_hidden_state(kind):
         return _iterator_parts(value, name, walk)
-    if package == "python" and kind.__module__ in _UNREAD_MODULES:
+    if package == "python" and (
+        kind.__module__ in _UNREAD_MODULES or (kind.__module__, kind.__name__) in _UNREAD_CLASSES
+    ):
         return iter(())
     if kind.__module__.startswith(_ELSEWHERE) and package == "python":
         walk.partial[name] = None
@@ -104,14 +108,21 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _defer_attributes(value: Any, name: str, walk: Recorder) -> None:
     """Compare the attributes that the user's code names, directly or by the name of a property that reads them."""
-    readers = {key: {key} for key, _ in attributes_of(value)}
-    for owner in type(value).__mro__:
+    kind: Any = type(value)
+    readers = _readers(kind)
+    for key, _ in attributes_of(value):
+        walk.defer(f"{name}.{key}", functools.partial(getattr, value, key, None), readers.get(key, frozenset()) | {key})
+
+
+@functools.lru_cache(1_024)
+def _readers(kind: Any) -> dict[str, frozenset[str]]:
+    """Return the names of the properties of a class by the names that their code uses."""
+    readers: dict[str, frozenset[str]] = {}
+    for owner in kind.__mro__:
         for key, item in vars(owner).items():
             if isinstance(item, property) and (code := getattr(item.fget, "__code__", None)) is not None:
-                for attribute in readers.keys() & {*code.co_names}:
-                    readers[attribute].add(key)
-    for key, names in readers.items():
-        walk.defer(f"{name}.{key}", functools.partial(getattr, value, key, None), frozenset(names))
+                readers |= {used: readers.get(used, frozenset()) | {key} for used in code.co_names}
+    return readers
 
 
 @functools.lru_cache(4_096)
