@@ -19,7 +19,10 @@ from torch.nn import functional as f
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import whet
+from whet.plan.plan import override
 from whet.run.events import read_events
+from whet.run.folder import open_run
+from whet.training import batch_loop
 
 pytestmark = pytest.mark.torch
 
@@ -798,6 +801,29 @@ def test_what_is_too_large_to_compare_is_named(tmp_path: Path) -> None:
     assert exactness(tmp_path / "run").startswith(
         "session state restored exactly; `table` of the loss cannot be compared as a whole and is not saved"
     )
+
+
+def test_settings_that_the_plan_decides_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measured plan is applied after the first batch was read, and its kernels are settings of the process."""
+
+    class Attention(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x[:, None, :, None]
+            return super().forward(f.scaled_dot_product_attention(x, x, x)[:, 0, :, 0])
+
+    monkeypatch.setattr(
+        batch_loop, "tune_first_step", lambda run, _: run.replan(override(run.plan, {"attention": "math"}))
+    )
+    program = Program()
+    _use(program, Attention(6, 3))
+    with whet.Session(
+        program.model, program.optimizer, (X, Y), global_batch_size=16, max_steps=2, run=tmp_path / "run",
+        overrides={"threads": 1}, on_event=None,
+    ) as session:  # fmt: skip
+        for batch in session:
+            session.step(lambda micro: cross_entropy(program.model, (micro.x, micro.y)), batch)
+    assert open_run(tmp_path / "run").plan["settings"]["attention"]["value"] == "math"
+    assert [event.get("reason") for event in read_events(tmp_path / "run", kinds=("warning",))] == []
 
 
 def test_a_custom_loop_names_its_variables(tmp_path: Path) -> None:

@@ -35,14 +35,14 @@ from whet.verify.hidden_state import (
     scripted_attributes,
 )
 from whet.verify.library_objects import object_parts
-from whet.verify.process_settings import process_settings
+from whet.verify.process_settings import is_planned, process_settings
 from whet.verify.saved_attributes import SavedAttributes
 
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
 _MAX_NAMES = 3
-_SAMPLER, _DATASET = "the sampler", "the dataset"
+_SAMPLER, _DATASET, _PROCESS = "the sampler", "the dataset", "the process"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -76,6 +76,12 @@ class GapDetector:
     def begin(self) -> None:
         """Take fingerprints before the first batch is read."""
         self._before = self._fingerprints(dict(self._roots()))
+
+    def follow_plan(self) -> None:
+        """Take new fingerprints of the settings of the process that were changed for another plan."""
+        if _PROCESS in self._before:
+            now = self._fingerprints({_PROCESS: list(process_settings())})[_PROCESS]
+            self._before[_PROCESS] |= {name: digest for name, digest in now.items() if is_planned(name)}
 
     def add_loss(self, loss: Any) -> None:
         """Take fingerprints of the objects that a loss refers to, before its first call.
@@ -232,7 +238,7 @@ class GapDetector:
             elif _has_own_state(registered):
                 parts = _attributes(registered)
             yield f"{_REGISTERED}{name}", parts
-        yield "the process", list(process_settings())
+        yield _PROCESS, list(process_settings())
 
     def _stateful(self) -> Iterator[tuple[str, str, Any, Callable[[Any], Any]]]:
         """Yield (owner, name, object, how to read its state) for each object whose state code of the user reads."""

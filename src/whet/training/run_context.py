@@ -144,6 +144,8 @@ class RunContext:
         self.plan = plan
         self.guard.has_scaler = self.stepper.scaler.is_enabled()
         self.watch_for_stalls()
+        if self.gaps is not None:
+            self.gaps.follow_plan()
         if self.folder is not None and self.group.is_rank_zero:
             rewrite_parts(self.folder, plan=plan.as_json())
 
@@ -175,6 +177,9 @@ class RunContext:
         self.steppers[name] = self.stepper
         self.use_plan(plan)
         self.executor = Executor(self)
+        if self.gaps is not None:
+            # The executor selects the attention kernels, which are settings of the process.
+            self.gaps.follow_plan()
         if self.checkpointer is not None:
             # The first checkpoint records the settings that later ones must match.
             self.checkpointer.save_initial_again()

@@ -73,6 +73,15 @@ def process_settings() -> Iterator[tuple[str, Any]]:
             yield f"torch.{name}()", str(function())
 
 
+def is_planned(name: str) -> bool:
+    """Return whether the plan decides a setting, so that whet itself may change it.
+
+    >>> is_planned("torch.backends.cudnn.allow_tf32"), is_planned("torch.backends.cudnn.benchmark")
+    (True, False)
+    """
+    return name.endswith((".allow_tf32", "_sdp_enabled()"))
+
+
 def _attached() -> Iterator[tuple[str, Any]]:
     """Yield attributes that code has attached to objects which any code can get by calling a function."""
     thread = threading.main_thread()
