@@ -32,6 +32,9 @@ _FUNCTIONS = (
     "backends.cuda.cudnn_sdp_enabled", "autograd.is_multithreading_enabled",
 )  # fmt: skip
 _LOGGER_ATTRIBUTES = frozenset(vars(logging.Logger(""))) | {"manager"}
+_COMPILER_RECURSION = 2_000
+"""The recursion limit that torch.compile sets (torch/_inductor/compile_fx.py, torch 2.13). Lower ones are not compared.
+"""
 _WHETS_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGTSTP", "SIGCONT", "SIGQUIT", "SIGCHLD", "SIGWINCH")
 """Signals whose handlers whet or a terminal sets."""
 
@@ -42,7 +45,7 @@ def process_settings() -> Iterator[tuple[str, Any]]:
     for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp"):
         yield f"decimal.getcontext().{name}", getattr(context, name)
     yield "decimal.getcontext().traps", sorted(kind.__name__ for kind, is_on in context.traps.items() if is_on)
-    yield "sys.getrecursionlimit()", sys.getrecursionlimit()
+    yield "sys.getrecursionlimit()", max(_COMPILER_RECURSION, sys.getrecursionlimit())
     yield "sys.getswitchinterval()", sys.getswitchinterval()
     yield "sys.get_int_max_str_digits()", sys.get_int_max_str_digits()
     yield "gc.get_threshold()", gc.get_threshold()
