@@ -55,7 +55,7 @@ def test_training_and_validation_loss_share_a_chart(
         "On training and on validation samples. Lower is better.",
         ["training", "validation"],
     )
-    assert shown["accuracy"][0] == "On samples the model does not train on. Higher is better."
+    assert shown["accuracy"][0] == "On samples that the model is not trained on. Higher is better."
     assert "cross entropy" not in shown
     assert page.locator("#curves .caption", has_text="Shaded").is_visible()
 

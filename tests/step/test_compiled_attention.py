@@ -14,6 +14,8 @@ from whet.plan.workload import Workload
 from whet.step.apply_plan import apply_kernels
 from whet.step.model_contexts import CompiledCalls
 
+pytestmark = pytest.mark.torch
+
 
 class Attends(nn.Module):
     def __init__(self) -> None:

@@ -144,7 +144,7 @@ def test_unsupported_formats_are_rejected(tmp_path: Path, content: bytes, what: 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)
-    with pytest.raises(UsageError, match=r"whet\[parquet\]"):
+    with pytest.raises(UsageError, match=r"\[parquet\]"):
         read_files(tmp_path / "rows")
 
 
