@@ -413,7 +413,9 @@ RUNS: dict[str, Change] = {
     "a config that names paths": in_file("config.json", init_from="/etc", data="/dev/zero"),
     "a config with code": in_file("config.json", model="!!python/object/apply:os.system [touch canary]"),
     "a plan of a million threads": in_file("plan.json", settings__threads__value=10**6, settings__workers__value=10**6),
-    "a plan of other kinds": in_file("plan.json", settings__micro_batch__value="os.system", settings__keep_checkpoints__value=-1),
+    "a plan of other kinds": in_file(
+        "plan.json", settings__micro_batch__value="os.system", settings__keep_checkpoints__value=-1
+    ),
     "a plan without settings": in_file("plan.json", settings={}),
     "a plan for no device": in_file("plan.json", settings__device__value="evil:0"),
     "a plan of endless memory": in_file("plan.json", workload__num_parameters=10**30),
