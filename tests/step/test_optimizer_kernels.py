@@ -299,6 +299,7 @@ def test_an_optimizer_that_is_fused_already_is_captured_simulated(graphs, tmp_pa
         )
         results.append(model.state_dict())
         assert setting_of(tmp_path / graph, "graph")["value"] == graph
+        assert setting_of(tmp_path / graph, "optimizer_kernels")["value"] == "fused", "yours: not in the graph"
         assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["capturable"]) == (True, False)
     assert_same(*results)
 

@@ -3,7 +3,8 @@
 import importlib
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,6 +205,16 @@ def test_explicit_mask_gives_the_same_outputs() -> None:
     assert functional.scaled_dot_product_attention is original
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(inside, layer(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0])
+
+
+def test_a_module_that_is_imported_under_explicit_masks_gets_the_function_of_torch_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late: Any = ModuleType("late")
+    with use_explicit_masks():
+        late.scaled_dot_product_attention = functional.scaled_dot_product_attention
+        monkeypatch.setitem(sys.modules, "late", late)
+    assert late.scaled_dot_product_attention is functional.scaled_dot_product_attention
 
 
 def test_explicit_mask_gives_the_same_gradients() -> None:

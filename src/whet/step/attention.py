@@ -63,13 +63,14 @@ def count_attention_calls() -> Iterator[list[None]]:
 
 @contextmanager
 def _replaced(original: Any, attention: Any) -> Iterator[None]:
-    modules = [module for module in list(sys.modules.values()) if _has_attention(module, original)]
+    modules = _modules_with(original)
     for module in modules:
         setattr(module, _ATTENTION_NAME, attention)
     try:
         yield
     finally:
-        for module in modules:
+        # Modules that were imported in the meantime have the replacement too.
+        for module in (*modules, *_modules_with(attention)):
             setattr(module, _ATTENTION_NAME, original)
 
 
@@ -77,8 +78,10 @@ def _current_attention() -> Any:
     return getattr(torch.nn.functional, _ATTENTION_NAME)
 
 
-def _has_attention(module: object, function: object) -> bool:
-    return isinstance(module, ModuleType) and vars(module).get(_ATTENTION_NAME) is function
+def _modules_with(function: Any) -> list[ModuleType]:
+    """Return the loaded modules whose attention function, defined or imported by name, is `function`."""
+    loaded = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return [module for module in loaded if vars(module).get(_ATTENTION_NAME) is function]
 
 
 def causal_mask(query: Tensor, key: Tensor) -> Tensor:
