@@ -1,5 +1,6 @@
 """State that no checkpoint holds is named, and a run that has some is not called bit-exact."""
 
+import contextlib
 import decimal
 import functools
 import itertools
@@ -50,6 +51,7 @@ class Program:
         self.data: Any = (X, Y)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.options: dict[str, Any] = {}
+        self.resources = contextlib.ExitStack()
 
     def train(self, run: Path, *, max_steps: int) -> None:
         options: dict[str, Any] = {
@@ -266,7 +268,7 @@ def _(p: Program) -> None:
 
 @case("the position of a written file", "`file` of the loss")
 def _(p: Program) -> None:
-    file = tempfile.TemporaryFile("w")  # noqa: SIM115
+    file = p.resources.enter_context(tempfile.TemporaryFile("w"))
 
     def loss(batch: Any) -> Tensor:
         file.write("x")
@@ -604,8 +606,9 @@ def test_hidden_state_is_named(name: str, tmp_path: Path) -> None:
     for max_steps in (3, 5):
         with decimal.localcontext():
             program = Program()
-            change(program)
-            program.train(tmp_path / "run", max_steps=max_steps)
+            with program.resources:
+                change(program)
+                program.train(tmp_path / "run", max_steps=max_steps)
     assert exactness(tmp_path / "run").startswith(("not bit-exact: ", "session state restored exactly; `"))
     assert expected in exactness(tmp_path / "run")
     warned = [event.get("reason") for event in read_events(tmp_path / "run", kinds=("warning",))]
