@@ -268,7 +268,7 @@ def _(p: Program) -> None:
 
 @case("the position of a written file", "`file` of the loss")
 def _(p: Program) -> None:
-    file = p.resources.enter_context(tempfile.TemporaryFile("w"))
+    file = p.resources.enter_context(tempfile.TemporaryFile("w"))  # noqa: SIM115
 
     def loss(batch: Any) -> Tensor:
         file.write("x")
