@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import whet
@@ -18,7 +19,14 @@ from whet.device.cpu import CpuDevice
 from whet.plan.workload import OPTIMIZER_KERNELS
 from whet.run.events import History
 from whet.step.graphs import GraphedStepper
-from whet.step.optimizer_kernels import gradient_obstacle, kernel_obstacle, save_kernels, set_kernels
+from whet.step.optimizer_kernels import (
+    gradient_obstacle,
+    kernel_obstacle,
+    save_kernels,
+    set_kernels,
+    update,
+    watch_updates,
+)
 from whet.step.optimizers import OptimizerChoice, build_optimizer
 from whet.training.run_config import plan_from_rules
 
@@ -349,3 +357,73 @@ def test_all_optimizers_return_to_their_own_kernels_together(tmp_path):
                 )
             assert not any(optimizer.param_groups[0]["fused"] for optimizer in own.values())
     assert setting_of(tmp_path / "run", "optimizer_kernels")["value"] == "yours"
+
+
+class Doubled(torch.optim.SGD):
+    """A subclass whose step does something else, then what its base does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(2.0)
+        return super().step(closure)
+
+
+def test_an_update_calls_the_step_of_a_subclass_and_of_a_scheduler():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = Doubled([weight], lr=0.25)
+    weight.grad = torch.ones(1)
+    update(optimizer)
+    assert weight.item() == 0.5
+    calls = []
+    # As torch's schedulers do, which count the steps of an optimizer.
+    optimizer.step = lambda: calls.append("step")
+    update(optimizer)
+    assert calls == ["step"]
+
+
+@pytest.mark.parametrize("place", ["before", "after", "before all", "after all"])
+def test_an_update_runs_hooks(place):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([weight], lr=0.5)
+    weight.grad = torch.ones(1)
+    calls = []
+    hook = {
+        "before": optimizer.register_step_pre_hook,
+        "after": optimizer.register_step_post_hook,
+        "before all": register_optimizer_step_pre_hook,
+        "after all": register_optimizer_step_post_hook,
+    }[place](lambda *_: calls.append(place))
+    update(optimizer)
+    hook.remove()
+    assert calls == [place]
+    # The watch of a session is no reason to run them: it ignores the optimizers of the session.
+    watch = watch_updates(lambda *_: calls.append("watch"))
+    update(optimizer)
+    watch.remove()
+    assert calls == [place]
+
+
+def test_a_profiler_sees_the_label_of_an_update():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        update(optimizer)
+    assert any(event.key == "Optimizer.step#AdamW.step" for event in profile.key_averages())
+
+
+def test_an_update_without_hooks_has_the_same_bits(monkeypatch):
+    def trained():
+        model = make_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        x, y = rows(8)
+        for _ in range(3):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            update(optimizer)
+        return model
+
+    short = trained()
+    monkeypatch.setattr("whet.step.optimizer_kernels._HOOKED_STEP", None)
+    assert_same(trained().state_dict(), short.state_dict())

@@ -454,7 +454,8 @@ def test_a_bar_is_left_out_if_no_code_reads_its_position() -> None:
 
 
 def test_an_attribute_of_torchscript_is_state() -> None:
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    # A FutureWarning since torch 2.15.
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         module: Any = torch.jit.script(Counted())
     assert change(module, lambda: module(torch.ones(1))) == ["x.calls"]
 

@@ -7,6 +7,7 @@ step.
 """
 
 import ctypes
+import functools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -71,6 +72,19 @@ class RandomStreams:
                 generator.set(self._between[name])
                 mark = generator.fingerprint()
             self._marks[name] = mark
+
+    def torch_states(self) -> tuple[Tensor, Tensor | None]:
+        """Return the current states of torch's CPU generator and of the device's generator, if it has one.
+
+        Copies a state only if something has drawn from the generator since the step was entered.
+        """
+        states = [self._current(name) for name in ("torch", self._device.kind) if name in self._generators]
+        return states[0], states[1] if len(states) > 1 else None
+
+    def _current(self, name: str) -> Any:
+        mark, state = self._steps[name]
+        generator = self._generators[name]
+        return state if self._is_in_step and generator.fingerprint() == mark else generator.get()
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -184,14 +198,13 @@ class _AbstractGenerator(ABC):
 class _TorchGenerator(_AbstractGenerator):
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
+        # get_state() copies 5 kB, so read the memory of the CPU's generator instead, if its layout is the known one.
+        self._parts = _state_parts(generator) if generator.device.type == "cpu" and _has_known_layout() else None
 
     def fingerprint(self) -> bytes:
-        state = self._generator.get_state()
-        address, size = state.data_ptr(), state.numel()
-        if size <= 2 * _PART_BYTES:
-            return ctypes.string_at(address, size)
-        # On the CPU, the seed and the position come first, and the cached normal numbers last.
-        return ctypes.string_at(address, _PART_BYTES) + ctypes.string_at(address + size - _PART_BYTES, _PART_BYTES)
+        if self._parts is not None:
+            return _read_parts(*self._parts)
+        return self._generator.get_state().numpy().tobytes()
 
     def get(self) -> Any:
         return self._generator.get_state()
@@ -201,6 +214,70 @@ class _TorchGenerator(_AbstractGenerator):
 
     def seeded(self, seed: int) -> Any:
         return torch.Generator(device=self._generator.device).manual_seed(seed).get_state()
+
+
+_SCANNED_BYTES = 256
+"""How far into a generator to look for its engine. The whole object has 2.6 kB."""
+_WORDS_OFFSET = 20
+"""Bytes from the seed of the engine to its first word."""
+_CACHED_BYTES = 24
+"""Bytes of the cached normal numbers behind the last word."""
+
+
+def _state_parts(generator: torch.Generator) -> tuple[Any, Any] | None:
+    """Return views of a CPU generator's memory: seed, position and first words; cached numbers. None if not found.
+
+    The engine of ATen's CPUGeneratorImpl holds the seed, the number of words left, whether it is seeded, the position
+    and 624 words. Cached normal numbers follow.
+    """
+    # get_state() widens each word to 8 bytes and puts the same fields into another order.
+    state = generator.get_state().numpy()
+    words = state[24 : 24 + 8 * 8].view(np.uint64).astype(np.uint32).tobytes()
+    seen = (ctypes.c_char * _SCANNED_BYTES).from_address(generator._cdata).raw  # type: ignore[attr-defined]
+    offset = seen.find(words)
+    seed = offset - _WORDS_OFFSET
+    if seed < 0 or seen[seed : seed + 8] != state[:8].tobytes():
+        return None
+    address = generator._cdata + offset  # type: ignore[attr-defined]
+    first = (ctypes.c_char * _PART_BYTES).from_address(address - _WORDS_OFFSET)
+    return first, (ctypes.c_char * _CACHED_BYTES).from_address(address + 4 * 624)
+
+
+def _read_parts(first: Any, last: Any) -> bytes:
+    """Return the fields in both parts without the padding between them, which set_state() fills with any bytes."""
+    fields, cached = first.raw, last.raw
+    # A float and a double, each followed by a flag that says whether there is one.
+    one, two = cached[4:8] if cached[8] else b"", cached[12:20] if cached[20] else b""
+    return bytes(fields[:13] + fields[16:] + one + b"|" + two)
+
+
+@functools.cache
+def _has_known_layout() -> bool:
+    """Return whether the bytes of `_state_parts` change with each draw, each seed and at no other time."""
+    one = torch.Generator().manual_seed(1)
+    parts = _state_parts(one)
+    if parts is None:
+        return False
+
+    def read() -> tuple[bytes, bytes]:
+        return _read_parts(*parts), one.get_state().numpy().tobytes()
+
+    # A single normal number is drawn as one of two, and the other is kept: such a draw moves no word.
+    draws = (
+        lambda: torch.randn((), generator=one),
+        lambda: torch.randn((), generator=one, dtype=torch.float64),
+        lambda: torch.rand(3, generator=one),
+        lambda: torch.randint(9, (2,), generator=one),
+        lambda: torch.randn(700, generator=one),
+        lambda: one.manual_seed(1),
+        lambda: one.set_state(one.get_state()),
+    )
+    for draw in (*draws, *draws, draws[0], draws[0], draws[1], draws[1]):
+        (part, whole), _ = read(), draw()
+        after, whole_after = read()
+        if (part != after) != (whole != whole_after):
+            return False
+    return True
 
 
 class _PythonGenerator(_AbstractGenerator):

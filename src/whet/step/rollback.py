@@ -1,7 +1,7 @@
 """Roll back a step that failed before its update, and reduce the memory that a plan needs."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -102,17 +102,20 @@ class StepRollback:
         self._uses_host_rng = True
         self._torch_rng: tuple[Tensor, Tensor | None] | None = None
 
-    def save(self) -> None:
-        """Save the state that a step may change, before it begins."""
+    def save(self, torch_rng: Callable[[], tuple[Tensor, Tensor | None]] | None = None) -> None:
+        """Save the state that a step may change, before it begins.
+
+        `torch_rng` returns the states of torch's generators, if the caller has a cheaper way than to copy them.
+        """
         # None marks an incomplete save. It is replaced last, after everything that may run out of memory.
         self._torch_rng = None
         if self._uses_host_rng:
             self._host_rng = get_host_rng()
         if not self.is_learned:
             self._all = BufferSnapshot(self._model)
-        else:
+        elif self._volatile:
             self._save_volatile()
-        self._torch_rng = get_torch_rng(self._device)
+        self._torch_rng = torch_rng() if torch_rng is not None else get_torch_rng(self._device)
 
     @torch.no_grad()
     def _save_volatile(self) -> None:

@@ -21,7 +21,7 @@ from whet.device.abstract import AbstractDevice, Mark
 from whet.distributed.strategies import ParallelStrategy
 from whet.step.ema import Ema
 from whet.step.loss import MicroLoss, clamp_weight, loss_scalars, parse_loss
-from whet.step.optimizer_kernels import gradient_obstacle
+from whet.step.optimizer_kernels import gradient_obstacle, update
 
 NORM_EVERY = 16
 """Number of steps between two computations of the gradient norm if gradients are not clipped.
@@ -196,7 +196,7 @@ class Stepper:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            self.optimizer.step()
+            update(self.optimizer)
         if self.ema is not None:
             self._update_ema(self.ema, step)
         self.is_updating = False

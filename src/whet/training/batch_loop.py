@@ -12,6 +12,7 @@ from torch import Tensor
 
 from whet.base.errors import DivergedError, UsageError
 from whet.data.batch import GlobalBatch
+from whet.device.abstract import DeviceMonitor
 from whet.device.errors import is_gpu_failure, is_out_of_memory
 from whet.step.loss import BatchLoss
 from whet.step.rollback import release_traceback
@@ -49,6 +50,7 @@ class BatchLoop:
         self._is_tuned = False
         """Whether the first step has measured its plan, or has found that no measurement is needed."""
         self._sync = RankSync(run.group)
+        self._may_have_events = type(run.device.monitor) is not DeviceMonitor or not run.source.is_in_memory
         self._first_epoch = run.state.epoch
         self._is_in_step = False
         self._is_in_body = False
@@ -73,6 +75,9 @@ class BatchLoop:
                 self._is_in_body = False
                 if self.steps.is_pending:
                     self.finish_batch()
+                if self._has_no_request(batch, step=before + 1):
+                    before += 1
+                    continue
                 action = self._agree(batch, step=before + 1, is_rolled_back=self._num_rollbacks != num_rollbacks)
                 if action.rollback is not None:
                     self._roll_back(action.rollback)
@@ -99,6 +104,24 @@ class BatchLoop:
                     return
             else:
                 checks.check_epoch_complete(state.position)
+
+    def _has_no_request(self, batch: GlobalBatch, *, step: int) -> bool:
+        """Return whether the loop may continue with the next batch at once, as it does after most steps.
+
+        After the kernels of a step, little of this code is left in the processor's caches, and each call costs several
+        times what it takes in a profile. So the usual case asks everything in one place.
+        """
+        run, state = self.run, self.state
+        return (
+            state.step == step
+            and run.pending is Action.NONE
+            and not run.requests
+            and not batch.is_last_of_epoch
+            and run.group.is_single_process
+            and run.guard.first_non_finite is None
+            and not state.is_finished
+            and run.verification is None
+        )
 
     def _agree(self, batch: GlobalBatch, *, step: int, is_rolled_back: bool) -> Action:
         """Merge the requested actions. With several ranks, synchronize them every few steps."""
@@ -273,7 +296,7 @@ class BatchLoop:
             action = run.callbacks.after_step(state, outcome)
             if action is not Action.NONE:
                 run.pending |= action
-            if not outcome.is_skipped:
+            if not outcome.is_skipped and self._may_have_events:
                 self.log_pending_events()
 
     # --- saving and rolling back -------------------------------------------------------------------------------------

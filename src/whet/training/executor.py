@@ -141,7 +141,7 @@ class Executor:
             seed_everything(mix_seed(run.config.training.seed, number, run.group.ranks.rank) % 2**63)
         while True:
             try:
-                rollback.save()
+                rollback.save(run.rng.torch_states)
                 outcome = stepper(
                     loss,
                     self.splitting.micro_batches(batch),

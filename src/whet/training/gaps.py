@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from whet.base.units import format_list
@@ -23,6 +22,7 @@ from whet.checkpoint.optimizer_state import has_own_state, inner_optimizers
 from whet.data.samplers import copy_sampler
 from whet.data.stream_reader import set_epoch
 from whet.step.loss import loss_code
+from whet.step.optimizer_kernels import watch_updates
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
 from whet.verify.code_references import class_references, frame_variables, is_library_class
@@ -427,8 +427,7 @@ class _OptimizerWatch:
         _session_optimizers.update(own)
         self._seen = {id(optimizer) for optimizer in own}
         self._others: dict[int, weakref.ref[Optimizer]] = {}
-        # torch calls this hook after every step of every optimizer. It takes 2 us (docs/bench, state check).
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+        self._hook = watch_updates(self._after_step)
 
     def close(self) -> None:
         self._hook.remove()

@@ -105,13 +105,11 @@ class LearningRates:
         self._given = {"groups": _compared_values(optimizer, base), "schedule": self._describe_schedule()}
         # Hyperparameters that differ from what the last session left were changed by the user.
         self._is_left = _left_by_session.get(optimizer) == self._given
-        self.initial: dict[str, Any] = self._given
+        self.initial: dict[str, Any] = {}
         """The hyperparameters with which the run was started, as JSON. Every checkpoint saves them."""
-
-    @property
-    def base(self) -> list[float]:
+        self.base: list[float] = []
         """The initial learning rate of each parameter group, which the schedule multiplies by its factor."""
-        return [float(values["lr"]) for values in self.initial["groups"]]
+        self._use_initial(self._given)
 
     def set_for(self, step: int) -> float:
         """Set the rates for a step and return that of the first group. Raise if other code has changed the rates."""
@@ -155,7 +153,7 @@ class LearningRates:
         With `is_changed`, the run continues with the hyperparameters that the user passed to this session.
         """
         self._schedule.load_state_dict(dict(state))
-        self.initial = self._given if is_changed else dict(initial)
+        self._use_initial(self._given if is_changed else initial)
         if is_changed:
             self._use_given_values()
         # Restoring the optimizer has overwritten its rates. Forget the last rates; otherwise the check for a second
@@ -166,6 +164,10 @@ class LearningRates:
         """Reset the optimizer to its base rates and record the hyperparameters that this session leaves."""
         set_learning_rate(self._optimizer, 1.0, self.base)
         self._remember()
+
+    def _use_initial(self, initial: Mapping[str, Any]) -> None:
+        self.initial = dict(initial)
+        self.base = [float(values["lr"]) for values in initial["groups"]]
 
     def _use_given_values(self) -> None:
         for group, values in zip(self._optimizer.param_groups, self._given["groups"], strict=True):

@@ -91,10 +91,10 @@ class TorchLearningRates(LearningRates):
         scheduler, self._num_steps = self._scheduler, int(state["num_steps"])
         if not is_changed:
             scheduler.load_state_dict(decode_state(state["scheduler"]))
-            self.initial = dict(initial)
+            self._use_initial(initial)
         else:
             reached = [float(group["lr"]) for group in self._optimizer.param_groups]
-            self.initial = self._given
+            self._use_initial(self._given)
             self._use_given_values()
             scheduler.load_state_dict(decode_state(self._given["schedule"]["state"]))
             if isinstance(scheduler, ReduceLROnPlateau):
