@@ -267,7 +267,7 @@ def encode_model(
         encoder, model, optimizers, initial.attributes, max_bytes=_max_bytes(model)
     )
     late = late_changes(initial.structure, now, initial.reparametrized, reparametrized)
-    # Parameters of modules that a resume recreates are not missing.
+    # A resume recreates these modules, so do not report their parameters.
     made = {name for name, _ in modules["changed"]} | {*modules["removed"]} - {*lost}
     tied = {
         name for group in (*ties, *initial.ties) if group not in ties or group not in initial.ties for name in group
