@@ -175,7 +175,7 @@ ProgressCallback = Callable[[TuningProgress], None]
 
 
 class ProgressReporter:
-    """Reports what is being measured: at once when it changes, then at intervals."""
+    """Reports what is being measured: immediately when it changes, then at intervals."""
 
     def __init__(self, callback: ProgressCallback | None, budget: Budget) -> None:
         self._callback = callback

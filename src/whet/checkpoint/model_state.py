@@ -193,7 +193,7 @@ def _fit_buffer(model: nn.Module, name: str, wanted: Any, *, is_persistent: bool
     place = next((t.device for t in (before, *model.parameters(), *model.buffers()) if t is not None), None)
     made = None if wanted is None else torch.empty(wanted[1], dtype=getattr(torch, wanted[2]), device=place)
     if attribute not in module._buffers:
-        # The attribute may exist, such as one that is None until the first forward pass.
+        # The attribute may already exist, for example as None until the first forward pass.
         vars(module).pop(attribute, None)
         module.register_buffer(attribute, made, persistent=is_persistent)
     else:

@@ -154,8 +154,8 @@ class StartChecks:
     def use_compiled(self, loss: MicroLoss, micro: MicroBatch, *, step: int, compiled_stack: ExitStack) -> Plan:
         """Compile the model, compare it with eager execution and return the plan to continue with.
 
-        Closing `compiled_stack` ends the use of compiled code. A stepper that captures steps was built for a compiled model; if
-        the model remains eager, the stepper is only more cautious than necessary.
+        Closing `compiled_stack` ends the use of compiled code. A stepper that captures steps was built for a compiled
+        model. If the model remains eager, the stepper is only more cautious than necessary.
         """
         run, plan = self.run, self.run.plan
         start, model, device = time.perf_counter(), run.model, run.device

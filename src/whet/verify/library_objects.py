@@ -81,7 +81,7 @@ def library_parts(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[
     if package == "python" and has_hidden_state(kind):
         return chain(_python_parts(value, name, walk), object_parts(value, name))
     if package == "unreadable" or (package == "" and not callable(kind) and has_hidden_state(kind)):
-        # What can be called is usually a function, such as one compiled by Cython or Numba.
+        # A callable is usually a function, for example one that Cython or Numba has compiled.
         walk.partial[name] = None
     if package == "named":
         _defer_attributes(value, name, walk)
@@ -97,7 +97,7 @@ def object_parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of the attributes of an object, from its __dict__ and its slots."""
     with contextlib.suppress(AttributeError):
-        # Not getattr, which could call code of the user.
+        # Do not use getattr, which could call the user's code.
         attributes = object.__getattribute__(value, "__dict__")
         yield from (item for item in attributes.items() if (type(value).__name__, item[0]) not in _CACHES)
     for owner in type(value).__mro__:
@@ -146,7 +146,7 @@ def _slots_of(kind: type) -> Iterator[Any]:
 
 
 # --- readers ---------------------------------------------------------------------------------------------------------
-# Each records what it can, and yields other objects with their names.
+# Each reader records the state that it can read, and yields the objects that its object refers to, with their names.
 
 
 def _nothing(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
