@@ -85,6 +85,8 @@ def test_a_signal_while_a_compiled_model_is_compared_is_answered_before_the_firs
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
+    # The result of the comparison is cached, and a second run of this test would not compare.
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     # Compiles instantly: the comparison is what the signal interrupts.
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
