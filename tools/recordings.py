@@ -96,7 +96,7 @@ PROSE = ("reason", "again", "changed", "cure", "try", "action", "message")
 LOAD_SETTINGS = ("memory_gb",)
 """Settings that depend on what else runs on the machine: not compared."""
 REPLACED = ("step", "eval", "epoch")
-"""Kinds that a resume from an earlier step makes void."""
+"""Kinds that a resume from an earlier step supersedes."""
 
 
 @dataclass(frozen=True)

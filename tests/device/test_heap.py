@@ -42,7 +42,7 @@ print(json.dumps({
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told to keep what is freed")
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has an option to keep freed memory")
 def test_kept_memory_is_not_faulted_in_again_and_is_returned_in_the_end() -> None:
     def train(freed: str, **environment: str) -> dict[str, float]:
         made = subprocess.run(
@@ -106,7 +106,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told to keep what is freed")
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has an option to keep freed memory")
 def test_kept_until_the_last_session_is_over_never_in_workers_and_never_against_tunables() -> None:
     def keeping(**environment: str) -> set[str]:
         made = subprocess.run(

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.torch
 def logged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the numbers of threads that are set in torch, and set them."""
     numbers: list[int] = []
-    tell = torch.set_num_threads
+    set_num_threads = torch.set_num_threads
 
     def note(number: int) -> None:
         numbers.append(number)
-        tell(number)
+        set_num_threads(number)
 
     monkeypatch.setattr(torch, "set_num_threads", note)
     return numbers

@@ -35,7 +35,7 @@ def judge(run: Path, ended: ProcessExit, started: Started, *, expected: str) -> 
         assert not ready or steps == ["1"], started.lines()
         return "refused at the start"
     assert "WhetError" in ended.errors
-    return "told at the end"
+    return "error at the end"
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
@@ -65,7 +65,7 @@ def test_an_error_at_any_call_stops_no_training(
     )
     assert came_to["warned"] >= len(tried) / 6
     assert came_to["refused at the start"] > 0
-    assert came_to["told at the end"] > 0
+    assert came_to["error at the end"] > 0
 
 
 # --- real disks ------------------------------------------------------------------------------------------------------

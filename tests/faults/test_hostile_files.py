@@ -65,7 +65,7 @@ class EntryPoints:
     ) -> tuple[int, str, dict[str, Any]]:
         folder = self._folder / f"visit-{next(self._numbers)}"
         folder.mkdir()
-        logged, findings = folder / "told.json", folder / "findings.txt"
+        logged, findings = folder / "logged.json", folder / "findings.txt"
         options = {
             "door": door,
             "path": str(path),

@@ -98,15 +98,15 @@ def main(arguments: list[str]) -> int:
     run, side = Path(options.pop("run")), Path(options.pop("side"))
     descriptor = os.open(side, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         os.write(descriptor, f"{line}\n".encode())
 
     # Saves of a few bytes would be faster in the foreground, but the writer thread is tested here.
     WriteMode.is_background = True  # type: ignore[assignment,method-assign]
     plant(options.pop("mutant", None))
-    tell("begin")
-    durable.disk = FaultyDisk(options.pop("fault", "none"), at=options.pop("at", 0), tell=tell)
-    watch_saves(tell)
+    report("begin")
+    durable.disk = FaultyDisk(options.pop("fault", "none"), at=options.pop("at", 0), report=report)
+    watch_saves(report)
     model = make_model(options.pop("width", 16))
     data: Any = make_data(options.pop("samples", 80), seed=options.pop("data_seed", 0))
     harm = options.pop("harm", None)
@@ -133,26 +133,26 @@ def main(arguments: list[str]) -> int:
 
     def on_event(kind: str, fields: dict[str, Any]) -> None:
         if kind in ("start", "resume"):
-            tell(f"{kind} {fields['step']} {fields.get('exactness', '')}")
+            report(f"{kind} {fields['step']} {fields.get('exactness', '')}")
         elif kind == "end":
-            tell(f"end {fields['state']} {durable.disk.count}")
+            report(f"end {fields['state']} {durable.disk.count}")
         elif kind == "warning":
             disk = f"{fields.get('errno')} {fields['reason']} again {fields['retry']} free {fields.get('free_bytes')}"
-            tell(f"warning {disk}")
+            report(f"warning {disk}")
 
     # BatchNorm: another split is another training, which these jobs ask for.
     is_split = {"split_batch": True} if "micro_batch" in overrides else {}
     options |= {"run": run, "overrides": overrides, "on_event": on_event, "goal": val.get("goal"), **is_split}
     with whet.Session(model, choice, data, **options) as session:
-        tell(f"ready {durable.disk.count}")
+        report(f"ready {durable.disk.count}")
         if val and session.due("evaluate"):
             session.evaluate(evaluate, val["val"])
         for batch in session:
             number = str(session.state.step + 1)
-            tell(f"step {number}")
+            report(f"step {number}")
             if number == pause_at:
                 readers = session.run.source.workers._workers
-                tell(f"workers {json.dumps([reader.process.pid for reader in readers])}")
+                report(f"workers {json.dumps([reader.process.pid for reader in readers])}")
                 time.sleep(pause_seconds)
             act(act_at.get(number), run)
             if number in stop_at:
@@ -160,28 +160,28 @@ def main(arguments: list[str]) -> int:
             session.step(loss, batch)
             if val and session.due("evaluate"):
                 session.evaluate(evaluate, val["val"])
-        tell(f"over {durable.disk.count}")
-    tell("left")
+        report(f"over {durable.disk.count}")
+    report("left")
     return session.exit_code
 
 
-def watch_saves(tell: Any) -> None:
+def watch_saves(report: Any) -> None:
     """Phase markers: around the writing of a checkpoint, and around the removal of old ones."""
     save, retain = store.save_checkpoint, writer.apply_retention
 
-    def told_save(folder: Path, snapshot: Any, *, step: int) -> int:
-        tell(f"save {step}")
+    def reported_save(folder: Path, snapshot: Any, *, step: int) -> int:
+        report(f"save {step}")
         size = save(folder, snapshot, step=step)
-        tell(f"saved {step}")
+        report(f"saved {step}")
         return size
 
-    def told_retain(*arguments: Any, **options: Any) -> list[int]:
-        tell("retain")
+    def reported_retain(*arguments: Any, **options: Any) -> list[int]:
+        report("retain")
         removed = retain(*arguments, **options)
-        tell(f"retained {removed}")
+        report(f"retained {removed}")
         return removed
 
-    store.save_checkpoint, writer.apply_retention = told_save, told_retain
+    store.save_checkpoint, writer.apply_retention = reported_save, reported_retain
 
 
 def act(what: str | None, run: Path) -> None:

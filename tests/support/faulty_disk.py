@@ -20,11 +20,11 @@ class FaultyDisk(Disk):
     none            calls are only counted
     """
 
-    def __init__(self, fault: str = "none", *, at: int = 0, tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, fault: str = "none", *, at: int = 0, report: Callable[[str], None] = lambda line: None) -> None:
         self.count = 0
         self._fault = fault
         self._at = at
-        self._tell = tell
+        self._report = report
         self._lock = threading.Lock()
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -33,7 +33,7 @@ class FaultyDisk(Disk):
             is_hit = self.count == self._at
         if not is_hit:
             return getattr(super(), name)(*arguments)
-        self._tell(f"fault {self._fault} at {name} in {threading.current_thread().name}")
+        self._report(f"fault {self._fault} at {name} in {threading.current_thread().name}")
         if self._fault == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         if self._fault == "short" and name == "write":

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     side = Path(options["side"]) if "side" in options else None
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         if side is not None:
             with side.open("a") as file:
                 file.write(f"{rank} {line}\n")
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     model = Net(options.get("dropout", 0.2))
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(SAMPLES, 6, generator=draw), torch.randint(0, 3, (SAMPLES,), generator=draw)
-    _pause_where(options.get("pause"), rank, tell)
+    _pause_where(options.get("pause"), rank, report)
     if options.get("beside"):
         # As on a device with separate memory: the state is copied, and a thread writes it.
         StagingBuffer.has_capacity = lambda _self, _num_bytes: True
@@ -83,11 +83,11 @@ def main(arguments: list[str]) -> int:
 
     def on_event(kind: str, fields: dict[str, Any]) -> None:
         if kind in ("resume", "checkpoint"):
-            tell(f"{kind} {fields['step']} {fields.get('exactness', '')}")
+            report(f"{kind} {fields['step']} {fields.get('exactness', '')}")
 
-    tell(f"pid {os.getpid()}")
+    report(f"pid {os.getpid()}")
     if "RANK" in os.environ:
-        current_group().heartbeat.notify = lambda line: tell(f"lost {line}")
+        current_group().heartbeat.notify = lambda line: report(f"lost {line}")
     with whet.Session(
         model,
         whet.OptimizerChoice(lr=1e-2),
@@ -118,18 +118,18 @@ def main(arguments: list[str]) -> int:
             session._loop._save("last")
         for batch in session:
             session.step(loss, batch)
-            tell(f"step {session.state.step} {' '.join(str(int(i)) for i in batch.ids)}")
+            report(f"step {session.state.step} {' '.join(str(int(i)) for i in batch.ids)}")
             if session.state.step == options.get("stop_at") and rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             if session.due("evaluate"):
                 session.evaluate(evaluate, (x, y))
-    tell("left")
+    report("left")
     # A fork of the fork server exits without Python's exit handlers.
     atexit._run_exitfuncs()
     return session.exit_code
 
 
-def _pause_where(place: str | None, rank: int, tell: Any) -> None:
+def _pause_where(place: str | None, rank: int, report: Any) -> None:
     """Wait for a while during saving or loading, after reporting it, so that a test can kill the process."""
     if place is None:
         return
@@ -142,7 +142,7 @@ def _pause_where(place: str | None, rank: int, tell: Any) -> None:
 
         def slow(*arguments: Any, **words: Any) -> Any:
             if next(calls) == time_number:
-                tell(f"inside {what}")
+                report(f"inside {what}")
                 time.sleep(60)
             return real(*arguments, **words)
 

@@ -95,7 +95,7 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
 
         optimizer.register_step_pre_hook(keep)
 
-        def tell(event: str, fields: dict[str, Any], kind: str = kind) -> None:
+        def record_loss(event: str, fields: dict[str, Any], kind: str = kind) -> None:
             # At the end of an epoch; others are logged by time.
             if event == "step" and fields["step"] % 3 == 0:
                 losses[f"{kind}/{fields['step']}"] = fields["loss"]
@@ -115,7 +115,7 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             split_batch=True,
             epochs=2,
             clip=0.5,
-            on_event=tell,
+            on_event=record_loss,
             device=DEVICE,
         )
         assert len(steps) == 6

@@ -251,7 +251,7 @@ def test_a_finished_run_that_is_called_again_is_no_session(tmp_path: Path) -> No
         train(convnet(), images(16, seed=0), **options, on_event=lambda kind, _fields: shown.append(kind))
     events = [event.kind for event in read_events(open_run(tmp_path / "run"))]
     assert (events.count("start"), events.count("resume"), events.count("end")) == (1, 0, 1)
-    assert shown[-2:] == ["resume", "end"], "the caller is told"
+    assert shown[-2:] == ["resume", "end"], "on_event receives the end of the earlier session"
     assert len(whet.summarize(tmp_path / "run").sessions) == 1
     # A longer training of the same run is one.
     train(convnet(), images(16, seed=0), **options, epochs=2)

@@ -69,15 +69,15 @@ def test_an_exact_run_is_verified(stop: int, tmp_path: Path) -> None:
     """Also a run that is finished: its last steps are repeated, and nothing else."""
     whole, run = train(None), tmp_path / "run"
     train(run, max_steps=stop)
-    told: list[tuple[str, Any]] = []
-    resumed = train(run, verify_resume=True, on_event=lambda kind, fields: told.append((kind, fields)))
+    notified: list[tuple[str, Any]] = []
+    resumed = train(run, verify_resume=True, on_event=lambda kind, fields: notified.append((kind, fields)))
     assert equal(whole, resumed)
     (event,) = read_events(run, kinds=("resume",))
     first = 7
     repeated = f"steps {first} to {stop}" if stop > first else f"step {stop}"
     assert event.step == stop
     assert event.get("exactness") == f"verified: {repeated} were repeated with the same losses and weights"
-    announced = next(fields for kind, fields in told if kind == "resume")
+    announced = next(fields for kind, fields in notified if kind == "resume")
     assert (announced["step"], announced["exactness"]) == (6, f"verifying: {repeated} are repeated and compared")
     assert steps(run) == [*range(1, 10)], "repeated steps are logged once"
 

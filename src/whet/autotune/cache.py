@@ -22,7 +22,7 @@ _MAX_DAYS = 90
 # already compiled.
 _MAX_INCOMPLETE_DAYS = 1
 _MAX_FILES = 200
-# Remove only files with such names. The cache did not write anything else in the folder.
+# Names of the files that the cache writes. It removes no other files from the folder.
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 

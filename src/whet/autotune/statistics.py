@@ -28,7 +28,7 @@ _CERTAIN_GAIN = 0.01
 _LOOKS = {8: 1 / 256, 12: 0.00025, 16: 0.0003, 20: 0.00025, 24: 0.00015, 32: 0.0001}
 MAX_PAIRS = max(_LOOKS)
 
-# A large gain needs fewer pairs: five that all show it and that differ by less than the smallest of them.
+# Five pairs suffice for a large gain: each pair must show it, and their gains must differ by less than the smallest.
 _LARGE_GAIN_PAIRS, _LARGE_GAIN = 5, 0.25
 # Probability of missing a barely worthwhile gain. It is high, so that losers are dropped after only three pairs.
 _GIVE_UP_LEVEL = 0.2

@@ -11,8 +11,8 @@ from whet.plan.setting import Scalar
 # Settings that differ from the rule-based plan. The rules decide all others again (`candidates.plan_with`).
 Settings = Mapping[str, Scalar]
 
-# "refused": the bench does not support these settings and did not run them.
-FailureKind = Literal["crash", "oom", "timeout", "error", "refused"]
+# "unsupported": the bench cannot run these settings, and has not tried to.
+FailureKind = Literal["crash", "oom", "timeout", "error", "unsupported"]
 
 # Callers stay within their budget. The bench kills a hanging probe at this multiple of the budget.
 TIMEOUT_FACTOR = 1.08
@@ -175,7 +175,7 @@ ProgressCallback = Callable[[TuningProgress], None]
 
 
 class ProgressReporter:
-    """Reports what is being measured: at once when it changes, then at intervals."""
+    """Reports what is being measured: immediately when it changes, then at intervals."""
 
     def __init__(self, callback: ProgressCallback | None, budget: Budget) -> None:
         self._callback = callback

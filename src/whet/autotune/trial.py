@@ -170,7 +170,7 @@ def run_trial(
         if error.kind == "timeout":
             usual = best.prepared.preparation_seconds
             return record("cut off", describe_timeout(name, seconds=prepare_seconds, usual=usual)), None
-        if error.kind == "refused":
+        if error.kind == "unsupported":
             return record("not tried", f"{name}: not tried, {error.reason}"), None
         return record("failed", f"{name}: {error.kind}, {error.reason}"), None
 

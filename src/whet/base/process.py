@@ -91,16 +91,16 @@ def handle_signals(handler: SignalHandler, *numbers: int) -> Iterator[None]:
 
 
 def stop_message(number: int, *, when: str) -> str:
-    """Return the message that follows the first signal and explains how to stop sooner.
+    """Return the message that is printed after the first signal. It says what a second one does.
 
     >>> stop_message(signal.SIGINT, when="after this step")
-    'stopping after this step; Ctrl-C once more stops at once'
+    'stopping after this step; a second Ctrl-C stops without saving'
     >>> stop_message(signal.SIGTERM, when="after this step")
-    'SIGTERM: stopping after this step; a second one stops at once'
+    'SIGTERM: stopping after this step; a second one stops without saving'
     """
     if number == signal.SIGINT:
-        return f"stopping {when}; Ctrl-C once more stops at once"
-    return f"{signal_name(number)}: stopping {when}; a second one stops at once"
+        return f"stopping {when}; a second Ctrl-C stops without saving"
+    return f"{signal_name(number)}: stopping {when}; a second one stops without saving"
 
 
 class TimeLimitError(BaseException):

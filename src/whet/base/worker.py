@@ -259,7 +259,7 @@ class WorkerChannel:
         os.close(self._responses)
 
     def _watch_parent(self) -> None:
-        """Queue incoming messages. When the pipe closes, kill this process and its children at once."""
+        """Queue incoming messages. When the pipe closes, kill this process and its children immediately."""
         assert self._lines is not None
         for line in self._requests:
             self._lines.put(line)

@@ -193,7 +193,7 @@ def _fit_buffer(model: nn.Module, name: str, wanted: Any, *, is_persistent: bool
     place = next((t.device for t in (before, *model.parameters(), *model.buffers()) if t is not None), None)
     made = None if wanted is None else torch.empty(wanted[1], dtype=getattr(torch, wanted[2]), device=place)
     if attribute not in module._buffers:
-        # The attribute may exist, such as one that is None until the first forward pass.
+        # The attribute may already exist, for example as None until the first forward pass.
         vars(module).pop(attribute, None)
         module.register_buffer(attribute, made, persistent=is_persistent)
     else:
@@ -267,7 +267,7 @@ def encode_model(
         encoder, model, optimizers, initial.attributes, max_bytes=_max_bytes(model)
     )
     late = late_changes(initial.structure, now, initial.reparametrized, reparametrized)
-    # Parameters of modules that a resume recreates are not missing.
+    # A resume recreates these modules, so do not report their parameters.
     made = {name for name, _ in modules["changed"]} | {*modules["removed"]} - {*lost}
     tied = {
         name for group in (*ties, *initial.ties) if group not in ties or group not in initial.ties for name in group

@@ -108,7 +108,7 @@ def _run(write: PendingWrite, job: WriteJob, start: float) -> None:
 # --- staging ---------------------------------------------------------------------------------------------------------
 
 FREE_MEMORY_FACTOR = 1.5
-"""A buffer is allocated only if this many times its size of memory is free."""
+"""A buffer is allocated only if the free memory is at least this many times its size."""
 
 
 class StagingBuffer:

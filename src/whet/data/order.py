@@ -41,7 +41,7 @@ class PlannedBatch:
 
     ids: np.ndarray
     keys: np.ndarray
-    """The key that seeds each sample together with the epoch: its id, or its place in the epoch if samples may
+    """The key that seeds each sample together with the epoch: its id, or its index in the epoch if samples may
     repeat."""
     after: Position
     """The position after the optimizer has consumed this batch."""
@@ -142,7 +142,7 @@ class RepeatingOrder(SampleOrder):
 
 
 def _divide(order: np.ndarray, position: Position, *, batch_size: int) -> Iterator[PlannedBatch]:
-    """Yield the remaining batches of an epoch. The last batch may be smaller."""
+    """Yield the batches of an epoch after `position`. The last one may be smaller."""
     # Count from the position instead of 0, because a resumed run may have another batch size.
     ends = np.arange(position.samples + batch_size, len(order) + batch_size, batch_size).clip(max=len(order))
     return divide_at(order, ends, position)
@@ -151,7 +151,11 @@ def _divide(order: np.ndarray, position: Position, *, batch_size: int) -> Iterat
 def divide_at(
     order: np.ndarray, ends: np.ndarray, position: Position, *, keys: np.ndarray | None = None
 ) -> Iterator[PlannedBatch]:
-    """Yield the remaining batches of an epoch in which batches end at `ends`."""
+    """Yield the batches of an epoch after `position`.
+
+    `ends` has the index after the last sample of each batch of the epoch. `keys` are the keys that seed the samples, by
+    default their ids.
+    """
     keys = order if keys is None else keys
     first = int(np.searchsorted(ends, position.samples, side="right"))
     start = position.samples

@@ -79,7 +79,7 @@ class RankShare:
     ) -> Iterator[MicroBatch]:
         """Yield the same number of micro-batches on every rank.
 
-        Where one is missing, the last one is repeated with weight 0.
+        If a rank has fewer, its last one is repeated with weight 0.
         """
         expected = num_micro_batches(num_samples, micro_batch=micro_batch, size=self.size)
         made, last = 0, None

@@ -1,6 +1,6 @@
 """The device interface. The base classes provide defaults, which the classes of the devices override.
 
-To add a device, subclass `AbstractDevice` in a new file and add the class to `open.py`.
+CONTRIBUTING.md lists the steps to add a device.
 """
 
 import contextlib
@@ -232,7 +232,7 @@ class AbstractGraphs(ABC):
     def warm_up(self) -> AbstractContextManager[list[str]]:
         """Return a context for running work eagerly before its capture.
 
-        The context yields a list, to which it adds the source lines or operators that synchronize with the device.
+        The context yields a list that collects the source line or the operator of every device synchronization.
         """
 
     @abstractmethod

@@ -214,7 +214,7 @@ class CudaGraphs(AbstractGraphs):
 
 @contextmanager
 def _record_syncs() -> Iterator[list[str]]:
-    """Yield a list, to which each synchronization with the device by this thread adds its source line."""
+    """Yield a list that collects the source line of every device synchronization in this thread."""
     syncs: list[str] = []
     thread, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -175,7 +175,7 @@ class JournalLock:
 
     def acquire(self) -> bool:
         """Wait until no other process holds the lock, and acquire it."""
-        # Use another file name than Optuna, which would consider a long-lived lock file stale and remove it.
+        # Do not use the file name of Optuna's lock: Optuna would consider a long-lived lock file stale and remove it.
         descriptor = os.open(f"{self._path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         # Keep one descriptor per thread, because several workers of this process share the lock object.

@@ -83,7 +83,7 @@ class WorkerConfig:
     should_stop: Callable[[], bool]
     on_finished: Callable[[FinishedTrial], None]
     part: TrialKind = "trial"
-    """Only trials of the search may be pruned. Seeds are compared by complete runs."""
+    """The kind of trial that the worker claims. Seeds are never pruned, because only complete runs are comparable."""
 
 
 def run_worker(study: SearchStudy, config: WorkerConfig, *, max_trials: int) -> None:

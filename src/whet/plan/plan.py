@@ -148,7 +148,8 @@ def with_more_facts(plan: Plan, facts: Mapping[str, Any], *, is_started: bool) -
 def keep_runtime_changes(plan: Plan, *, earlier: Plan) -> Plan:
     """Return a plan that replaces `earlier` during a run, with the changes that were forced at run time.
 
-    A reduced batch stays reduced, unless the batch must not be split any more.
+    A reduced micro-batch or evaluation batch stays reduced. If the batch must no longer be split, the micro-batch is
+    not kept.
     """
     changes: dict[str, MeasuredSetting] = {}
     for name, setting in earlier.settings.items():

@@ -143,8 +143,8 @@ class Workload(FrozenModel):
 
     @property
     def built_kernels(self) -> tuple[str, ...]:
-        """Kernels of the optimizer that whet builds. Empty for an optimizer object of the user."""
-        # An unknown name is refused when the optimizer is built.
+        """Kernels of the optimizer that whet builds. Empty for the user's own optimizer object."""
+        # An unknown name raises an error when the optimizer is built.
         return OPTIMIZER_KERNELS.get(self.built_optimizer, ()) if self.optimizer is None else ()
 
     @property

@@ -147,7 +147,7 @@ def bucket_curves(
 def training_seconds(history: History, times: Floats) -> Floats:
     """Convert unix seconds to training seconds, which exclude the time between sessions."""
     begins, before = _cached(history, "sessions", lambda: _session_starts(history))
-    # Times before the first session count as its start.
+    # Treat times before the first session as the start of that session.
     session: Integers = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
     elapsed: Floats = before[session] + np.maximum(times - begins[session], 0.0)
     return elapsed
@@ -223,7 +223,7 @@ class _BucketedRows:
         high = np.maximum.reduceat(np.where(has_values, numbers[:, 2], -np.inf), starts)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             mean = np.add.reduceat(numbers[:, 3], starts) / count
-        mean = np.clip(mean, low, high)  # Rounding may put the mean just outside of these bounds.
+        mean = np.clip(mean, low, high)  # Rounding may put the mean just outside these bounds.
         firsts = there[starts]
         is_empty = count == 0
         points = zip(

@@ -21,7 +21,7 @@ kind. NaN and infinity are written as described in strict_json. The fields by ki
     eval        one field per metric; confusion: {"labels": [...], "counts": [[...]]}, a row for each true class;
                 classes: {"labels": [...], NAME: [...]}, a score for each class, such as "f1" and "support";
                 samples: [{"input": ..., "expected": ..., "predicted": ..., ...}]. On the test split all names begin
-                with "test_". weights: the name of the evaluated checkpoint, where it is not the newest state
+                with "test_". weights: the name of the evaluated checkpoint, if it is not the newest state
     epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in
                 bytes, state_bytes: {"weights": ..., "gradients": ..., "optimizer": ..., "ema": ...} between steps,
                 counted from the tensors, num_shapes (different micro-batch shapes in this session)
@@ -61,7 +61,7 @@ INCIDENT_KINDS = ("oom", "resume", "restart", "throttle", "pressure", "skip", "s
 # Kinds that may be written. Readers keep unknown kinds, because a newer version may have written them.
 EVENT_KINDS = frozenset(("start", "plan", "step", "health", "eval", "epoch", "checkpoint", *INCIDENT_KINDS, "end"))
 
-# Kinds that become void when the run resumes from an earlier step, because they are written again.
+# Kinds whose events are superseded when the run resumes from an earlier step, because they are written again.
 VOIDED_KINDS = frozenset(("step", "eval", "epoch"))
 
 # Kinds that begin a session, that is, a period in which one process trains without a break.

@@ -2,7 +2,7 @@
 
 Writing takes little time per step: lines are buffered and are written once a second, with every event that is not a
 step, and on close. `sync` makes them survive a power cut. Opening the file removes only a torn last line. Reading omits
-events that a later `resume` made void.
+events that a later `resume` has superseded: steps and evaluations after the step from which the run resumed.
 """
 
 import contextlib
@@ -134,7 +134,7 @@ class EventLog:
         except (ValueError, TypeError):
             record, line = _encode_unusual(record)
             fields = {name: record[name] for name in fields}
-        # Start a new block for each session, so that a resume can void earlier blocks as a whole.
+        # Start a new block for each session, so that a resume can supersede earlier blocks as a whole.
         if kind in SESSION_START_KINDS or self._block.is_full:
             self._close_block()
         self._block.add(kind, record["time"], record["step"], fields)
@@ -179,7 +179,7 @@ class EventLog:
 
 
 class History:
-    """The events of a run up to the moment of opening, without events that a later `resume` made void.
+    """The events of a run up to the moment of opening, without superseded events.
 
     If the index is missing or outdated, the events themselves are read.
     """
@@ -221,7 +221,7 @@ class History:
         return next(self.backwards(kinds=kinds), None)
 
     def valid_blocks(self) -> Iterator[EventBlock]:
-        """Yield all blocks, each without its void events."""
+        """Yield all blocks, each without its superseded events."""
         for position, block in enumerate(self.layout.blocks):
             if block.greatest_step <= self._void_above[position]:
                 yield block
@@ -258,10 +258,10 @@ class History:
                         yield event
 
     def _trim(self, position: int) -> EventBlock:
-        """Return a block without its void events."""
+        """Return a block without its superseded events."""
         block = self.layout.blocks[position]
         is_all_void = block.least_step > self._void_above[position]
-        # There may be thousands of fully void blocks, so read only the kinds of events that remain valid.
+        # There may be thousands of fully superseded blocks, so read only the kinds of events that remain valid.
         kinds = block.kinds.keys() - VOIDED_KINDS if is_all_void else None
         builder = BlockBuilder(block.start)
         for event in self._read([position], kinds=kinds) if kinds is None or kinds else ():
@@ -290,7 +290,10 @@ def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
 
 def _void_limits(blocks: tuple[EventBlock, ...]) -> list[float]:
-    """Return, for each block, the lowest step from which a later block resumes. Later steps in the block are void."""
+    """Return, for each block, the lowest step from which a later block resumes.
+
+    Later steps in the block are superseded.
+    """
     limits: list[float] = []
     # Go backward, so that each block sees the lowest resume of all later blocks.
     lowest = float("inf")

@@ -68,7 +68,7 @@ class LiveHistory(History):
             return "grown" if self.layout.end > before else "unchanged"
 
     def events_since(self, position: int) -> Iterator[Event]:
-        """Yield the events after a byte offset in the file, including those that a resume has made void."""
+        """Yield the events after a byte offset in the file, including superseded events."""
         with open_regular_file(self._path) as file:
             yield from _events_between(file, position, self.layout.end)
 
@@ -111,7 +111,7 @@ class LiveHistory(History):
             num_indexed=min(before.num_indexed, len(kept)),
         )
         if any(block.resumed_from is not None and block.start >= before.end for block in fresh):
-            # Earlier steps have become void, so recompute everything derived from them.
+            # Earlier steps have been superseded, so recompute everything derived from them.
             self._set_layout(layout)
         else:
             self._grow(layout, num_kept=len(kept))
@@ -119,7 +119,7 @@ class LiveHistory(History):
         self._save_fingerprint()
 
     def _grow(self, layout: LogLayout, *, num_kept: int) -> None:
-        """Update the layout after new events, none of which makes earlier events void."""
+        """Update the layout after new events, none of which supersedes earlier events."""
         self.damaged += sum(block.damaged for block in layout.blocks[num_kept:])
         self.damaged -= sum(block.damaged for block in self.layout.blocks[num_kept:])
         self.layout = layout
@@ -137,9 +137,9 @@ class LiveHistory(History):
 def follow(run: Run | Path, *, poll_seconds: float = 0.5, stop: threading.Event | None = None) -> Iterator[list[Event]]:
     """Yield batches of the valid events so far, then of new events, until the run ends or `stop` is set.
 
-    A new `resume` event voids later steps that have already been yielded. If the process dies without an `end` event,
-    one event of kind `died` is yielded and waiting continues, because the same command may resume the run. If the file
-    is replaced, the events of the new file are yielded from its beginning.
+    A new `resume` event supersedes later steps that have already been yielded. If the process dies without an `end`
+    event, one event of kind `died` is yielded and waiting continues, because the same command may resume the run. If
+    the file is replaced, the events of the new file are yielded from its beginning.
     """
     folder, stop = run_folder(run), stop or threading.Event()
     history = LiveHistory(folder)

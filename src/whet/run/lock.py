@@ -26,10 +26,10 @@ from whet.run.durable import disk_errors
 
 LOCK_FILE = "lock"
 
-# The errors for a lock that another process holds. POSIX allows either.
+# The error codes for a lock that another process holds. POSIX allows either.
 _BUSY = (errno.EACCES, errno.EAGAIN)
 # `acquire` retries for this long, because `holder` in another process takes the lock for a few microseconds, or longer
-# on a busy machine. If the owner of the lock is alive, `acquire` fails at once.
+# on a busy machine. If the owner of the lock is alive, `acquire` fails immediately.
 _WAIT_SECONDS = 5.0
 
 # Locks of this process, by (device, inode) of their file. In a forked child, it lists the parent's locks; see

@@ -17,7 +17,7 @@ _ATTENTION_NAME = "scaled_dot_product_attention"
 def use_explicit_masks() -> Iterator[None]:
     """Use explicit masks instead of is_causal=True in attention, in all threads.
 
-    Devices have separate kernels for is_causal. The one of MPS attends to later positions in half precision
+    Devices have separate kernels for is_causal. The MPS kernel attends to later positions in half precision
     (pytorch#195910). The attention function is replaced in every module that imported it by name.
     """
     original = _current_attention()

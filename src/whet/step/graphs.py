@@ -77,7 +77,7 @@ class _SeenShape:
 
 
 class GraphedStepper(Stepper):
-    """A Stepper that replays captured graphs where possible. Where it is not, `graph_obstacle` holds the reason."""
+    """A Stepper that replays captured graphs if possible. Otherwise, `graph_obstacle` holds the reason."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class GraphedStepper(Stepper):
         start = time.perf_counter()
         with self._graphs.warm_up() as self._syncs:
             outcome = self._step(loss, made, num_samples=num_samples, step=step)
-        # An update outside of the graph may wait for the device.
+        # An update outside the graph may wait for the device.
         syncs = self._syncs if self._captures_update else self._syncs[: self._num_compute_syncs]
         if self.is_launch_bound is None:
             self._time_launches(start)

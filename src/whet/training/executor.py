@@ -317,7 +317,7 @@ class Executor:
                 run.use_plan(plan)
         if run.plan.compile != "off":
             plan = self._checks.use_compiled(
-                loss, next(self.splitting.micro_batches(batch)), step=number - 1, until=self._compiled
+                loss, next(self.splitting.micro_batches(batch)), step=number - 1, compiled_stack=self._compiled
             )
             if plan is not run.plan:
                 run.use_plan(plan)

@@ -69,7 +69,7 @@ class GapDetector:
         """Names of objects that cannot be compared completely, by owner."""
         self._reported: set[tuple[str, str]] = set()
         self._saved: dict[int, SavedAttributes] = {}
-        """What the state of each object with a state_dict of the user's contains, by the id of the object."""
+        """The saved attributes of each object with a user-defined `state_dict`, by the id of the object."""
         self._optimizers = _OptimizerWatch({stepper.optimizer for stepper in run.steppers.values()})
         run.exit_stack.callback(self._optimizers.close)
 
@@ -127,7 +127,7 @@ class GapDetector:
     def _unsaved(
         self, owner: str, names: list[str], parts: list[tuple[str, Any]], now: Mapping[str, bytes]
     ) -> list[str]:
-        """Remove the names of what is part of the state of an object of this owner."""
+        """Return the names that are not part of the state of any object of this owner."""
         for label, name, obj, read in self._stateful():
             if label != owner or not names:
                 continue
@@ -135,7 +135,7 @@ class GapDetector:
                 self._saved[id(obj)] = SavedAttributes(obj, read, prefix=name, known=self._known_parts())
             names = self._saved[id(obj)].unsaved(names)
             if names:
-                # What the state contains may also be in a variable; its own hash is then left out.
+                # A variable may refer to a value that the state contains. Its hash is then left out.
                 without = self._fingerprints({owner: parts}, known=reachable([read(obj)]))[owner]
                 names = [n for n in names if all(without.get(k) == now.get(k) for k in (n, f"len({n})"))]
         return names
@@ -241,7 +241,7 @@ class GapDetector:
         yield _PROCESS, list(process_settings())
 
     def _stateful(self) -> Iterator[tuple[str, str, Any, Callable[[Any], Any]]]:
-        """Yield (owner, name, object, how to read its state) for each object whose state code of the user reads."""
+        """Yield (owner, name, object, function that reads its state) for each object with a user-defined state."""
         run = self._run
         for callback in run.callbacks.users:
             if _saves_state(callback):

@@ -116,7 +116,7 @@ def setup(config: RunConfig, state: State, exit_stack: ExitStack) -> RunContext:
         run.rates.check_length(state.total_steps)
     _open_folder(run, start.run)
     _add_services(run, start.run)
-    # A resume that is refused raises an error here, before the first write.
+    # An invalid resume raises an error here, before the first write.
     restored = None if checkpoint is None or run.checkpointer is None else run.restore(checkpoint)
     if restored is not None:
         run.rates.check_length(None if state.total_steps is None else state.total_steps - state.step)
@@ -240,7 +240,7 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
             script=config.script,
         )
         # Register this before taking the lock, so that it runs after the lock is released.
-        run.exit_stack.callback(_discard_if_refused, run)
+        run.exit_stack.callback(_remove_if_rejected, run)
         run.exit_stack.enter_context(lock.acquire(run.folder.path))
     # The other ranks can open the folder only after rank 0 has created it.
     group.barrier()
@@ -248,23 +248,23 @@ def _open_folder(run: RunContext, existing: Run | None) -> None:
         run.folder = open_run(path)
 
 
-def _discard_if_refused(run: RunContext) -> None:
-    """Remove a new run folder if the call was refused before its first step: a corrected call would not match it."""
-    if _is_refusal(sys.exc_info()[1]) and run.state.step == 0:
+def _remove_if_rejected(run: RunContext) -> None:
+    """Remove a new run folder if the call was rejected before its first step: a corrected call would not match it."""
+    if _is_rejection(sys.exc_info()[1]) and run.state.step == 0:
         assert run.folder is not None
         durable.remove(run.folder.path)
 
 
-def _is_refusal(error: BaseException | None) -> bool:
-    """Return whether an error means that a call was refused. The exit stack is closed while it is being handled."""
-    is_refusal = isinstance(error, UsageError) or type(error) is WhetError
+def _is_rejection(error: BaseException | None) -> bool:
+    """Return whether an error means that the call was invalid. The exit stack is closed while the error is handled."""
+    is_rejection = isinstance(error, UsageError) or type(error) is WhetError
     # After a disk error, the same call resumes. Subclasses of WhetError (memory, NaN) are results worth keeping.
-    return error is not None and is_refusal and not isinstance(error.__cause__, OSError)
+    return error is not None and is_rejection and not isinstance(error.__cause__, OSError)
 
 
-def _undo_if_refused(run: RunContext, step: int, parts: Mapping[Path, bytes], num_bytes: int) -> None:
-    """Undo the writes of a resumed session whose first step was refused, for example for an invalid loss."""
-    if _is_refusal(sys.exc_info()[1]) and run.state.step == step:
+def _undo_if_rejected(run: RunContext, step: int, parts: Mapping[Path, bytes], num_bytes: int) -> None:
+    """Undo the writes of a resumed session whose first step was rejected, for example because of an invalid loss."""
+    if _is_rejection(sys.exc_info()[1]) and run.state.step == step:
         assert run.folder is not None
         AppendOnlyFile(run.folder.path / EVENTS_FILE, keep_bytes=num_bytes).close()
         for path, content in parts.items():
@@ -295,7 +295,7 @@ def _begin_writing(run: RunContext, *, is_new: bool) -> None:
     log = EventLog(folder)
     if not is_new:
         # Registered before the log, so that it runs after the log is closed.
-        run.exit_stack.callback(_undo_if_refused, run, run.state.step, parts, log.path.stat().st_size)
+        run.exit_stack.callback(_undo_if_rejected, run, run.state.step, parts, log.path.stat().st_size)
     run.log.open(run.exit_stack.enter_context(log))
     assert run.checkpointer is not None
     run.checkpointer.remove_leftovers()
@@ -322,13 +322,13 @@ def _add_services(run: RunContext, existing: Run | None) -> None:
     # Do not register `run.executor.close` itself: a measured plan replaces the executor.
     exit_stack.callback(lambda: run.executor.close())
     exit_stack.callback(run.rates.close)
-    run.callbacks = CallbackList(_own_callbacks(run), run.config.callbacks)
+    run.callbacks = CallbackList(_builtin_callbacks(run), run.config.callbacks)
     check_encodable({"callbacks": run.callbacks.state_dict(), "source": run.source.state(run.state.position)})
     if run.checkpointer is not None and is_rank_zero:
         run.gaps = GapDetector(run)
 
 
-def _own_callbacks(run: RunContext) -> list[Callback]:
+def _builtin_callbacks(run: RunContext) -> list[Callback]:
     """Return the built-in callbacks in call order."""
     training, checkpointer = run.config.training, run.checkpointer
     thermal = ThermalPolicy(run.plan, run.log, run.device, reader=run.config.read_sensors)

@@ -151,11 +151,11 @@ class StartChecks:
         self._log(message, start=start, step=step, error=result.error)
         return plan
 
-    def use_compiled(self, loss: MicroLoss, micro: MicroBatch, *, step: int, until: ExitStack) -> Plan:
+    def use_compiled(self, loss: MicroLoss, micro: MicroBatch, *, step: int, compiled_stack: ExitStack) -> Plan:
         """Compile the model, compare it with eager execution and return the plan to continue with.
 
-        Closing `until` ends the use of compiled code. A stepper that captures steps was built for a compiled model; if
-        the model remains eager, the stepper is only more cautious than necessary.
+        Closing `compiled_stack` ends the use of compiled code. A stepper that captures steps was built for a compiled
+        model. If the model remains eager, the stepper is only more cautious than necessary.
         """
         run, plan = self.run, self.run.plan
         start, model, device = time.perf_counter(), run.model, run.device
@@ -176,11 +176,11 @@ class StartChecks:
             undo.enter_context(CompiledCalls(model, plan).in_use())
             why_not = skip_reason(plan)
             if why_not is not None:
-                until.push(undo.pop_all())
+                compiled_stack.push(undo.pop_all())
                 run.log.event("plan", step=step, message=f"compiled: {_NOT_COMPARED}: {why_not}")
                 return plan
             if not any(run.group.all_reduce_max([float(before is None)])):
-                until.push(undo.pop_all())
+                compiled_stack.push(undo.pop_all())
                 run.log.event("plan", step=step, message=f"compiled, verified before: {before}")
                 return plan
             parity, problem = run_check(
@@ -195,7 +195,7 @@ class StartChecks:
             # All ranks must agree: a compiled rank and an eager rank would round differently.
             is_unusable = parity is not None and not parity.is_usable
             if not any(run.group.all_reduce_max([float(is_unusable)])):
-                until.push(undo.pop_all())
+                compiled_stack.push(undo.pop_all())
                 error = None if parity is None else parity.largest
                 if key and parity is not None:
                     cache.store_verified(key, str(parity))

@@ -185,7 +185,7 @@ class LocalStepBench:
         if is_compiled:
             obstacle = compile_obstacle(self.model, plan) or self._limit_obstacle(seconds)
             if obstacle is not None:
-                raise ProbeFailedError(obstacle, kind="refused")
+                raise ProbeFailedError(obstacle, kind="unsupported")
         # The garbage collector is disabled inside the bench, so free the previous candidate explicitly.
         gc.collect()
         with probe_errors(), compile_limit(seconds) if is_compiled and not self.may_compile else nullcontext():

@@ -62,7 +62,8 @@ class TorchLearningRates(LearningRates):
     def observe(self, score: float) -> None:
         """Step ReduceLROnPlateau with the goal metric. Other schedulers do not depend on metrics."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            # check_plateau_goal ensures that the goal has the scheduler's mode. A "min" metric was negated to a score.
+            # The score of a metric with mode "min" is the negated metric, so negate it again. check_plateau_goal has
+            # ensured that the goal and the scheduler have the same mode.
             self._scheduler.step(score if self._scheduler.mode == "max" else -score)
             self._num_steps += 1
             self._expected = self._position()

@@ -128,7 +128,7 @@ def _named_parts(variable: str, value: Any, names: set[str], dots: int = 0) -> I
         elif is_users or isinstance(item, (*SCALARS, os._Environ)) or type(item) in (list, dict, set):
             yield f"{variable}.{key}", item
         elif isinstance(item, types.FunctionType) and is_users_function(item):
-            # It replaces a function of the library.
+            # The user's function replaces one of the library.
             yield f"{variable}.{key}", item
         elif isinstance(item, _CALLED):
             if item.__name__ != key:
@@ -187,14 +187,14 @@ def is_method(function: Any) -> bool:
 
 
 def names_in(function: Any) -> tuple[str, ...]:
-    """Return the names of attributes and variables that a function of the user uses; nothing for library functions."""
+    """Return the names of attributes and variables that a user's function uses; nothing for library functions."""
     function = _unwrapped(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
     return () if code is None or is_installed_file(code.co_filename) else _code_names(code)
 
 
 def is_users_function(function: types.FunctionType) -> bool:
-    """Return whether a function is defined in code of the user."""
+    """Return whether a function is defined in the user's code."""
     return not is_skipped_package(function.__module__) and not _is_installed(function)
 
 

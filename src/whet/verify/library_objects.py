@@ -48,7 +48,7 @@ _CACHES = frozenset({("Logger", "_cache"), ("Logger", "manager"), ("RootLogger",
 """Attributes that Python fills when an object is used, by the name of the class."""
 
 
-class Recorder(Protocol):
+class StateRecorder(Protocol):
     """The part of a StateWalk that this module uses."""
 
     @property
@@ -62,7 +62,7 @@ class Recorder(Protocol):
         """Walk what `read` returns, if any code that is visited uses one of these names."""
 
 
-def library_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]] | None:
+def library_parts(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]] | None:
     """Record an object whose state is outside its attributes, and yield what it refers to. None for other objects."""
     kind: Any = type(value)
     package = package_kind(kind.__module__)
@@ -81,7 +81,7 @@ def library_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, 
     if package == "python" and has_hidden_state(kind):
         return chain(_python_parts(value, name, walk), object_parts(value, name))
     if package == "unreadable" or (package == "" and not callable(kind) and has_hidden_state(kind)):
-        # What can be called is usually a function, such as one compiled by Cython or Numba.
+        # A callable is usually a function, for example one that Cython or Numba has compiled.
         walk.partial[name] = None
     if package == "named":
         _defer_attributes(value, name, walk)
@@ -97,7 +97,7 @@ def object_parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of the attributes of an object, from its __dict__ and its slots."""
     with contextlib.suppress(AttributeError):
-        # Not getattr, which could call code of the user.
+        # Do not use getattr, which could call the user's code.
         attributes = object.__getattribute__(value, "__dict__")
         yield from (item for item in attributes.items() if (type(value).__name__, item[0]) not in _CACHES)
     for owner in type(value).__mro__:
@@ -106,7 +106,7 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
                 yield slot.__name__, slot.__get__(value)
 
 
-def _defer_attributes(value: Any, name: str, walk: Recorder) -> None:
+def _defer_attributes(value: Any, name: str, walk: StateRecorder) -> None:
     """Compare the attributes that the user's code names, directly or by the name of a property that reads them."""
     kind: Any = type(value)
     readers = _readers(kind)
@@ -146,20 +146,20 @@ def _slots_of(kind: type) -> Iterator[Any]:
 
 
 # --- readers ---------------------------------------------------------------------------------------------------------
-# Each records what it can, and yields other objects with their names.
+# Each reader records the state that it can read, and yields the objects that its object refers to, with their names.
 
 
-def _nothing(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _nothing(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del value, name, walk
     return iter(())
 
 
-def _bytes(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _bytes(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     walk.record(name, bytes(value))
     yield from ()
 
 
-def _mapped_file(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _mapped_file(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     with memoryview(value) as view:
         walk.record(name, str(value.tell()).encode() + bytes(view[:_MAX_MAPPED_BYTES]))
         if len(view) > _MAX_MAPPED_BYTES and not view.readonly:
@@ -167,7 +167,7 @@ def _mapped_file(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, A
     yield from ()
 
 
-def _file(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _file(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     # `tell` fails while a text file is iterated over, so use the underlying binary file.
     file = value.buffer if isinstance(value, io.TextIOWrapper) else value
     if file.closed or not file.seekable():
@@ -180,12 +180,12 @@ def _file(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
     yield from ()
 
 
-def _text_buffer(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _text_buffer(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     walk.record(name, repr((value.getvalue(), value.tell())).encode())
     yield from ()
 
 
-def _simple_queue(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _simple_queue(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     walk.record(name, str(value.qsize()).encode())
     if not value.empty():
         # Items cannot be read without removing them.
@@ -193,12 +193,12 @@ def _simple_queue(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, 
     yield from ()
 
 
-def _lock(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _lock(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     walk.record(name, str(value.locked()).encode())
     yield from ()
 
 
-def _coroutine(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _coroutine(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     prefix = {types.GeneratorType: "gi", types.CoroutineType: "cr", types.AsyncGeneratorType: "ag"}[type(value)]
     frame = getattr(value, f"{prefix}_frame")
     walk.record(name, b"finished" if frame is None else str(frame.f_lasti).encode())
@@ -208,7 +208,7 @@ def _coroutine(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any
     yield from () if frame is None else ((f"{name}.{local}", v) for local, v in frame.f_locals.items())
 
 
-def _iterator_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _iterator_parts(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     """Record the position of an iterator, if it exposes one. Most iterators of itertools do not."""
     hint = getattr(value, "__length_hint__", None)
     if isinstance(value, itertools.count):
@@ -222,14 +222,14 @@ def _iterator_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str
         walk.partial[name] = None
 
 
-def _exception(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _exception(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield f"{name}.args", value.args
     if package_kind(type(value).__module__):
         yield from object_parts(value, name)
 
 
-def _bound(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _bound(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     """A method of a built-in object, such as `seen.append`."""
     del walk
     if not isinstance(value.__self__, types.ModuleType | type | None):
@@ -237,38 +237,38 @@ def _bound(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
 
 
 def _cached_value(attribute: str, suffix: str) -> Any:
-    def read(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+    def read(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
         del walk
         yield f"{name}{suffix}", getattr(value, attribute)
 
     return read
 
 
-def _property(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _property(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield from ((name, function) for function in (value.fget, value.fset, value.fdel) if function is not None)
 
 
-def _cell(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _cell(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     with contextlib.suppress(ValueError):
         # The variable may not be assigned yet.
         yield name, value.cell_contents
 
 
-def _foreign_library(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _foreign_library(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     """The variables of a library in C, such as the generator behind `rand`, cannot be seen."""
     del value
     walk.partial[name] = None
     yield from ()
 
 
-def _storage(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _storage(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield name, torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
 
 
-def _module(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _module(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     """Compare the variables of a user's module that code names."""
     if not is_installed(value) and package_kind(value.__name__) == "":
         for key in vars(value):
@@ -277,55 +277,55 @@ def _module(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
     yield from ()
 
 
-def _loader(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _loader(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield from ((f"{name}.{key}", getattr(value, key)) for key in ("generator", "sampler", "collate_fn"))
 
 
-def _context_variable(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _context_variable(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield f"{name}.get()", value.get(None)
 
 
-def _reference(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _reference(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield f"{name}()", value()
 
 
-def _weak_mapping(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _weak_mapping(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield name, dict(value.items())
 
 
-def _weak_set(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _weak_set(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield name, list(value)
 
 
-def _synchronized(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _synchronized(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     """multiprocessing.Value and Array: commonly used to pass the epoch to data workers."""
     del walk
     yield name, value.get_obj()
 
 
-def _environment(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _environment(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     yield name, dict(value)
 
 
-def _attributes(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _attributes(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     del walk
     return object_parts(value, name)
 
 
-def _thread_attributes(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
+def _thread_attributes(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
     """Each thread has other attributes, which only the class of the object can find."""
     del walk
     yield from ((f"{name}.{key}", item) for key, item in vars(value).items())
 
 
-def _python_parts(value: Any, name: str, walk: Recorder) -> Iterator[tuple[str, Any]]:
-    """Read an object that Python implements in C through what it tells `pickle`."""
+def _python_parts(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]]:
+    """Read an object that Python implements in C through the state that it gives to `pickle`."""
     kind = type(value)
     if kind.__module__ == "tempfile":
         yield name, value.file

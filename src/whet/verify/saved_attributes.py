@@ -11,25 +11,26 @@ from whet.verify.library_objects import attributes_of, has_hidden_state
 
 _MARK = "\0whet"
 _MAX_TESTS = 200
-"""Maximum number of attributes and items of one object that are changed. Others count as saved."""
+"""Maximum number of attributes and items of one object to test. The others count as saved."""
 _COPIED = (dict, list, deque, defaultdict, OrderedDict)
 
 
 class _NotCopiedError(Exception):
-    """An object cannot be copied without calling the user's code, or its deletion has an effect."""
+    """Raised if an object cannot be copied without calling the user's code, or has a `__del__` method."""
 
 
 class SavedAttributes:
     """The attributes on which the state of one object depends.
 
-    An attribute belongs to the state if a copy of the object in which it has another value returns another state. The
-    object itself is not changed: only it and the containers on the way to the attribute are copied, one level deep.
+    An attribute belongs to the state if a copy of the object with a different value of the attribute returns a
+    different state. The object itself is not changed. Only the object and the containers that lead to the attribute are
+    copied, one level deep.
     """
 
     def __init__(self, obj: Any, read: Callable[[Any], Any], *, prefix: str, known: Mapping[int, Any]) -> None:
         self._obj = obj
         self._read = read
-        """Returns the state of the object or of a copy of it."""
+        """Returns the state of the object, or of a copy."""
         self._prefix = prefix
         """The name of the object."""
         self._known = known
@@ -37,7 +38,7 @@ class SavedAttributes:
         """Results by the name of the attribute or item."""
 
     def unsaved(self, names: Sequence[str]) -> list[str]:
-        """Return the names among `names` that are not part of the object's state, or not parts of the object."""
+        """Return the names among `names` that are not part of the object's state, or do not belong to the object."""
         states: list[dict[str, bytes]] = []
         return [name for name in names if not self._contains(name, states)]
 
@@ -48,7 +49,8 @@ class SavedAttributes:
             parts = ((n, s) for n, s in _parts(value, prefix) if n == name or name.startswith((f"{n}.", f"{n}[")))
             prefix, step = next(parts, ("", None))
             if step is None:
-                # Something inside of what is saved, such as an item of a tuple; or not a part of this object.
+                # With a path, this is inside a saved part that is not divided further, such as an item of a tuple.
+                # Without a path, the name does not belong to this object.
                 return bool(path)
             path = (*path, step)
             if prefix not in self._is_saved and len(self._is_saved) < _MAX_TESTS:
@@ -62,7 +64,7 @@ class SavedAttributes:
     def _depends_on(self, path: tuple[Any, ...], states: list[dict[str, bytes]]) -> bool:
         try:
             if not states:
-                # Read twice: a state may contain the time, for example.
+                # Read the state twice, to ignore parts that always differ, such as the time.
                 states += [self._digests(self._obj), self._digests(self._obj)]
             first, second = states
             value = self._obj
@@ -72,7 +74,8 @@ class SavedAttributes:
             if any(first[n] != now.get(n) for n in first if first[n] == second.get(n)) or now.keys() - first.keys():
                 return True
         except Exception:
-            # The copy does not fit the user's code any more, so it reads the attribute; or there is no copy.
+            # If the user's code fails with the copy, it has read the attribute. If the object cannot be copied, the
+            # answer is unknown. Count the attribute as saved in both cases.
             return True
         return False
 
@@ -83,7 +86,7 @@ class SavedAttributes:
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each attribute or item, and the step that leads to it."""
+    """Yield the name of each attribute or item, and its kind and key for `_get`."""
     if type(value) in _COPIED:
         keys = list(value) if isinstance(value, dict) else range(len(value))
         yield from ((item, ("item", key)) for item, key in item_names(value, keys, name))
@@ -124,7 +127,7 @@ def _set(target: Any, name: str, value: Any) -> None:
 
 
 def _other_value(value: Any) -> Any:
-    """Return another value of the same type and length, or a text, which most code does not accept."""
+    """Return a different value of the same type and length, or a string, which most code does not accept."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):

@@ -175,7 +175,7 @@ class RequestGuard:
             raise ConnectionAbortedError(error.what)  # The response has begun, so the connection must be closed.
         else:
             format_error = self._error_format
-            await response.refuse(error, None if format_error is None else format_error(scope["path"], error))
+            await response.send_error(error, None if format_error is None else format_error(scope["path"], error))
 
 
 class _LimitedBody:
@@ -216,7 +216,7 @@ class _GuardedResponse:
         set_cookie = (b"set-cookie", f"{cookie}; Path=/; HttpOnly; SameSite=Strict".encode())
         await self._whole(200, html.encode(), [(b"content-type", b"text/html; charset=utf-8"), set_cookie])
 
-    async def refuse(self, error: HttpError, formatted: object | None) -> None:
+    async def send_error(self, error: HttpError, formatted: object | None) -> None:
         kind = b"text/plain; charset=utf-8" if formatted is None else b"application/json"
         body = error.body() if formatted is None else json.dumps(formatted).encode()
         headers = [(b"content-type", kind), (b"connection", b"close"), *error.headers]

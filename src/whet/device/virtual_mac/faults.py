@@ -75,7 +75,7 @@ class GpuFailure:
     cause: Literal["memory", "watchdog"] = "memory"
     """Either the GPU is out of memory, or macOS stops the GPU's work because the display has to wait for it."""
     raises: bool | None = None
-    """Whether the next synchronization raises an error, as since torch 2.15. None means as in the installed torch."""
+    """Whether the next synchronization raises an error, as in torch 2.15 and later. None: as in the installed torch."""
 
     def start(self) -> Undo:
         raises = native().reports_failures if self.raises is None else self.raises

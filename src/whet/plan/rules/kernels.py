@@ -198,7 +198,7 @@ def choose_threads(context: RuleContext) -> Decision:
     Other programs on the same cores do not change the number, but they change how threads wait: a spinning thread takes
     CPU time from the thread that it waits for. whet sets GOMP_SPINCOUNT and KMP_BLOCKTIME before torch is loaded, on
     the command line and in every process that it starts, so that threads spin briefly and then sleep. During a run
-    on Linux, threads sleep at once while other programs use the cores. Results do not depend on this.
+    on Linux, threads sleep immediately while other programs use the cores. Results do not depend on this.
     When wrong: M5 Pro and Max, whose second cluster is fast as well.
     Override: threads=N; GOMP_SPINCOUNT, KMP_BLOCKTIME or OMP_WAIT_POLICY in the environment.
     Sources: ATen/ParallelCommon.cpp (2.13), pytorch/pytorch#123038; the manual of libgomp on GOMP_SPINCOUNT; own

@@ -156,7 +156,7 @@ def choose_lengths(context: RuleContext) -> Decision:
     that accepts packed samples computes no padding: on a CPU it took 15.5 s instead of 26.7 s for the same texts. On
     CUDA, torch has an attention kernel for packed samples in half precision (from torch 2.10 and compute capability 8.0
     on). If steps are captured or compiled, packed batches are filled up to one of about a dozen total lengths
-    (packed_bucketed) with dummy texts that are ignored, which are 2 to 6 % more tokens. Hugging Face Transformers
+    (packed_bucketed) with dummy texts that the loss ignores, which adds 2 to 6 % tokens. Hugging Face Transformers
     models take padded batches. On a CPU, their blocks compute only the real tokens (unpadded), if loss and gradients of
     the first batch agree with those of the padded computation. Batches that are padded on the left, or have less than a
     tenth of padding, are computed with their padding.
@@ -258,7 +258,7 @@ def choose_empty_cache(context: RuleContext) -> Decision:
 def choose_freed_memory(context: RuleContext) -> Decision:
     """Whether the C library keeps memory that a step on a CPU has freed for the next step, or returns it to the system.
 
-    Why: each step allocates again what the last one freed. glibc returns large blocks at once, so their pages are
+    Why: each step allocates again what the last one freed. glibc returns large blocks immediately, so their pages are
     faulted in and zeroed again, a thousand in a step of 70 ms. With kept memory, steps took 0.97 of the time for text,
     0.98 for chat and 0.78 for a small Hex net on two cores, with the same peak memory and bit-identical results. The
     memory is returned after the training run, and when memory runs out. GPUs have their own caches.

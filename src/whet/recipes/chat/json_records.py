@@ -61,7 +61,7 @@ def _decompress(file: IO[bytes], start: bytes, path: Path) -> IO[bytes]:
 
 
 def _zstd(file: IO[bytes], path: Path) -> IO[bytes]:
-    # The standard library supports Zstandard since Python 3.14. Before that, use pyarrow, an optional dependency.
+    # Python 3.14 added Zstandard to the standard library. For older versions, use pyarrow, an optional dependency.
     library: Any
     try:
         library = importlib.import_module("compression.zstd")

@@ -44,7 +44,7 @@ def find_tables(history: History) -> tuple[ExportTable, ...]:
 
 
 def read_rows(history: History, table: ExportTable) -> Iterator[ExportRow]:
-    """Yield the rows of a table in order, without events that a resume made void. None marks a missing number."""
+    """Yield the rows of a table in order, without superseded events. None marks a missing number."""
     for event in history.events(kinds=(table.kind,)):
         values = event_numbers(event)
         yield (checked_step(event), event.time, *(values.get(name) for name in table.columns))

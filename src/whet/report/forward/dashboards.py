@@ -33,7 +33,7 @@ class DashboardRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardedState:
-    """The last step that the dashboard already has: for all metrics (`step`), or for each one (`by_name`)."""
+    """The newest step that the dashboard already has, for all metrics (`step`) or for each metric (`by_name`)."""
 
     step: int = -1
     by_name: Mapping[str, int] = field(default_factory=dict)

@@ -25,12 +25,12 @@ class CudaOnlyCode(TorchFunctionMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self._device = device
-        self._found: dict[tuple[Detection, SourceLine | None], None] = {}
+        self._detections: dict[tuple[Detection, SourceLine | None], None] = {}
         self._patches = contextlib.ExitStack()
 
     def findings(self) -> list[PreflightFinding]:
         """Return the findings, each once per line."""
-        return [detection.as_finding(line, during="the step") for detection, line in self._found]
+        return [detection.as_finding(line, during="the step") for detection, line in self._detections]
 
     def __enter__(self) -> "CudaOnlyCode":
         for patch in self._make_patches():
@@ -59,7 +59,7 @@ class CudaOnlyCode(TorchFunctionMode):
 
     def _report(self, what: str, try_: str, *, is_error: bool = True) -> None:
         detection = Detection("cuda-only", "error" if is_error else "warning", what, try_)
-        self._found[detection, user_line()] = None
+        self._detections[detection, user_line()] = None
 
     def _make_patches(self) -> Iterator[contextlib.AbstractContextManager[None]]:
         yield _patched(torch.autocast, "__init__", self._report_autocast)

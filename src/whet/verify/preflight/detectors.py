@@ -49,7 +49,7 @@ class OperatorDetector(Detector):
         self._statuses: dict[str, OperatorStatus] = {}
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
-        if call.phase == "making":
+        if call.phase == "init":
             return
         # The trace runs on the CPU, which has its own operator for fused attention. CUDA uses another operator.
         if self._backend == "CUDA" and "_for_cpu" in call.name:
@@ -127,7 +127,7 @@ class DtypeDetector(Detector):
         self._seen: set[torch.dtype] = set()
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
-        if call.phase == "making":
+        if call.phase == "init":
             return
         for dtype in {tensor.dtype for tensor in call.outputs}:
             if not (dtype in FLOAT64_REPLACEMENTS or is_unsupported(dtype)):
@@ -192,7 +192,7 @@ class BufferDetector(Detector):
         self._device = device
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
-        if call.phase == "making":
+        if call.phase == "init":
             return
         large = [tensor for tensor in call.outputs if tensor.numel() * tensor.element_size() > self._limit]
         # A view takes no memory, regardless of its size.
@@ -208,7 +208,7 @@ class ShapeDetector(Detector):
     """Reports shapes that MPS operators reject or compute wrongly."""
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
-        if call.phase == "making":
+        if call.phase == "init":
             return
         was_reported = any(tensor.dim() > MAX_DIMENSIONS for tensor in call.inputs)
         for tensor in call.outputs:
@@ -277,7 +277,7 @@ class AllocationSites(Detector):
         """References to the storages. If one were freed, a new tensor could reuse its address and get its line."""
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
-        if call.phase == "making":
+        if call.phase == "init":
             for tensor in call.outputs:
                 key = _tensor_key(tensor)
                 if key not in self._lines:

@@ -116,9 +116,9 @@ class Detection:
 
 # --- detectors --------------------------------------------------------------------------------------------------------
 
-TracePhase = Literal["making", "training", "updating"]
+TracePhase = Literal["init", "training", "updating"]
 _PHASE_NAMES: dict[TracePhase, str] = {
-    "making": "the construction of the model",
+    "init": "the construction of the model",
     "training": "the forward pass",
     "updating": "the optimizer's step",
 }

@@ -25,7 +25,7 @@ class KnownFaultDetector(Detector):
         self._hazards = {hazard.id: hazard for hazard in hazards}
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
-        if call.phase == "making":
+        if call.phase == "init":
             return
         for name, is_met in _OPERATOR_CONDITIONS.items():
             if name in self._hazards and is_met(call):

@@ -183,7 +183,7 @@ class OperatorRecorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.log = DetectionLog()
-        self.phase: TracePhase = "making"
+        self.phase: TracePhase = "init"
         self.num_calls = 0
         self.host = HostTensors()
         self.executor = executor
@@ -254,7 +254,7 @@ class OperatorRecorder(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_on_host = self.phase == "training" and self._is_on_host(name, inputs)
         result, was_decomposed = None, False
-        if not is_on_host and self.phase != "making" and func.namespace == "aten":
+        if not is_on_host and self.phase != "init" and func.namespace == "aten":
             result, was_decomposed = self._decompose(func, name, args, kwargs, inputs)
         if not was_decomposed:
             result = self.executor.run_operator(func, args, kwargs)

@@ -104,7 +104,7 @@ def find_leak(
         is_early = positions.position < first_changed[positions.sample]
         any_change |= bool((change[~is_early] > 0).any())
         early = change.masked_fill(~is_early, 0.0)
-        # A change to NaN is found too, because argmax treats NaN as the largest value.
+        # A change to NaN is detected too, because argmax treats NaN as the largest value.
         index = int(early.argmax())
         if early.flatten()[index] > (tolerance if worst is None else worst.change):
             sample = int(positions.sample.flatten()[index])

@@ -128,13 +128,13 @@ def compare_compiled_with_eager(
         slices = slice_micro_batch(micro, _NUM_SLICES) if may_slice else None
         make = partial(_Comparison, model, device, loss, micro, precision)
         # Agreement in any of these ways is proof, but a difference may also be due to slicing or recomputation.
-        found = _run(make, slices=slices) if slices is not None else None
-        if found is None and _can_recompute(model):
-            found = _run(make, is_recomputed=True)
-        if found is None:
+        result = _run(make, slices=slices) if slices is not None else None
+        if result is None and _can_recompute(model):
+            result = _run(make, is_recomputed=True)
+        if result is None:
             comparison = make()
-            found = comparison, comparison.run()
-        comparison, parity = found
+            result = comparison, comparison.run()
+        comparison, parity = result
         # An earlier run in this process may have compiled everything already.
         if num_graphs() > num_before or comparison.runs_compiled():
             return parity

@@ -119,7 +119,7 @@ def _fill(stones: Words, seeds: Words, *, size: int) -> Words:
 def _pack_rows(stones: NDArray[Any], *, by_column: bool) -> Words:
     """Pack zeros and ones, (row, column, board), into one word per row, or per column, which transposes the board."""
     size, _, count = stones.shape
-    # A carry out of the word does no harm, so 16 columns fit into 16 bits.
+    # The additions in _fill discard the carry out of the highest bit, so 16 columns fit into 16 bits.
     words: Words = np.zeros((size, count), dtype=np.uint16 if size <= 16 else np.uint32)
     for bit in range(size - 1, -1, -1):
         words <<= 1
