@@ -52,7 +52,7 @@ def update(optimizer: Optimizer) -> None:
         and not has_step_hooks(optimizer)
         and not _global_optimizer_pre_hooks
         and _global_optimizer_post_hooks.keys() <= _watch_ids
-        and not torch.autograd._profiler_enabled()
+        and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     ):
         step.__wrapped__(optimizer)
     else:

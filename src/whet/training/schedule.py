@@ -107,13 +107,17 @@ class LearningRates:
         self._is_left = _left_by_session.get(optimizer) == self._given
         self.initial: dict[str, Any] = {}
         """The hyperparameters with which the run was started, as JSON. Every checkpoint saves them."""
-        self.base: list[float] = []
-        """The initial learning rate of each parameter group, which the schedule multiplies by its factor."""
+        self._base: list[float] = []
         self._use_initial(self._given)
+
+    @property
+    def base(self) -> list[float]:
+        """The initial learning rate of each parameter group, which the schedule multiplies by its factor."""
+        return self._base
 
     def set_for(self, step: int) -> float:
         """Set the rates for a step and return that of the first group. Raise if other code has changed the rates."""
-        base, before = self.base, self._last_set
+        base, before = self._base, self._last_set
         check_parameter_groups(self._optimizer, base)
         rates = [group["lr"] for group in self._optimizer.param_groups]
         # Tensor rates belong to optimizers that whet built. Reading them would wait for the device.
@@ -167,7 +171,7 @@ class LearningRates:
 
     def _use_initial(self, initial: Mapping[str, Any]) -> None:
         self.initial = dict(initial)
-        self.base = [float(values["lr"]) for values in initial["groups"]]
+        self._base = [float(values["lr"]) for values in initial["groups"]]
 
     def _use_given_values(self) -> None:
         for group, values in zip(self._optimizer.param_groups, self._given["groups"], strict=True):
