@@ -16,7 +16,7 @@ from torch.nn import functional as f
 import whet
 from whet.run.events import read_events
 from whet.training import batch_loop
-from whet.training.gaps import GapDetector
+from whet.training.unsaved_state import UnsavedStateDetector
 
 SIZES = ((64, 2), (512, 8), (1024, 16), (1792, 16))
 """Width and number of layers."""
@@ -35,8 +35,8 @@ def measure(width: int, layers: int) -> tuple[float, float, float, float]:
 
         return run
 
-    check, gaps = batch_loop.check_first_step, GapDetector.check
-    batch_loop.check_first_step, GapDetector.check = timed("check", check), timed("gaps", gaps)  # type: ignore[method-assign]
+    check, gaps = batch_loop.check_first_step, UnsavedStateDetector.check
+    batch_loop.check_first_step, UnsavedStateDetector.check = timed("check", check), timed("gaps", gaps)  # type: ignore[method-assign]
     torch.manual_seed(0)
     model = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())])
     x = torch.randn(64, width)
@@ -56,7 +56,7 @@ def measure(width: int, layers: int) -> tuple[float, float, float, float]:
             )
             saves = [*read_events(Path(folder) / "run", kinds=("checkpoint",))][1:]
     finally:
-        batch_loop.check_first_step, GapDetector.check = check, gaps  # type: ignore[method-assign]
+        batch_loop.check_first_step, UnsavedStateDetector.check = check, gaps  # type: ignore[method-assign]
     seconds = statistics.median(event.number("seconds") or 0.0 for event in saves)
     return (saves[-1].number("bytes") or 0.0) / 1e6, spent["check"][0], seconds, statistics.median(spent["gaps"])
 

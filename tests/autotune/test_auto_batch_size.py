@@ -14,7 +14,7 @@ from whet.plan.plan import read_plan
 from whet.run.events import History
 from whet.step.optimizers import OptimizerChoice
 from whet.training import auto_batch_size
-from whet.training.callbacks.progress import ProgressLine
+from whet.training.callbacks.progress_line import ProgressLine
 
 pytestmark = pytest.mark.torch
 

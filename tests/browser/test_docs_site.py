@@ -33,7 +33,7 @@ def test_a_page_is_complete_without_a_network(width: int, scheme: str, browser: 
         for name in ("index.html", "rules/index.html", "api.html"):
             page.goto(home.replace("index.html", name))
             expect(page.locator("h1")).to_be_visible()
-            # Wide tables and code scroll inside of the page.
+            # Wide tables and code scroll inside the page.
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
         assert [url for url in foreign if not url.startswith("file:")] == []
         assert errors == []

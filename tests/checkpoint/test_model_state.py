@@ -299,7 +299,7 @@ def test_snapshots_are_compared_by_bits_and_in_words(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """Attributes that are large, inside of themselves, or one object at two places."""
+    """Attributes that are large, inside themselves, or one object at two places."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -99,5 +99,5 @@ def test_keys_that_look_like_ids_survive() -> None:
 def test_a_state_inside_of_itself_is_refused() -> None:
     state: list[object] = []
     state.append(state)
-    with pytest.raises(NotEncodableError, match="inside of itself"):
+    with pytest.raises(NotEncodableError, match="inside itself"):
         StateEncoder().encode(state, "state/")

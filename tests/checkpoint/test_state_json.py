@@ -209,7 +209,7 @@ def test_a_list_inside_of_itself_is_refused() -> None:
     endless: list[Any] = [torch.ones(1)]
     endless.append(endless)
     encoder = StateEncoder()
-    with pytest.raises(NotEncodableError, match="inside of itself"):
+    with pytest.raises(NotEncodableError, match="inside itself"):
         encoder.encode(endless, "state/x")
     assert encoder.finish() == {}, "tensors of an incomplete state must not be saved"
 

@@ -162,7 +162,7 @@ def test_without_standard_error_nothing_changes() -> None:
 
 def test_a_progress_line_that_was_made_before_still_redraws_on_a_terminal(tmp_path: Path) -> None:
     code = START + (
-        "from whet.training.callbacks.progress import ProgressLine\n"
+        "from whet.training.callbacks.progress_line import ProgressLine\n"
         "line = ProgressLine('name')\n"
         "with StderrWatch('x'):\n"
         "    line('step', {'step': 1, 'samples': 1, 'epoch': 0, 'loss': 0.5})\n"

@@ -173,7 +173,7 @@ def test_a_late_rank_is_detected_from_earlier_durations() -> None:
         now[0] += seconds
         return detector.status().startswith("late ")
 
-    assert not is_late_after(10_000), "outside of steps"
+    assert not is_late_after(10_000), "outside steps"
     with detector.working("step 1"):
         assert not is_late_after(299)
         assert is_late_after(2)

@@ -142,11 +142,11 @@ def test_a_requested_save_is_due_and_a_failed_one_is_retried() -> None:
 def test_slower_steps_during_a_write_are_counted() -> None:
     now = [0.0]
     times = StepTimes(lambda: now[0])
-    aside = 0.0
+    overhead = 0.0
     for seconds, is_busy, elsewhere in [(1, False, 0), (1, False, 5), (1, False, 0), (1.5, True, 0), (1.5, True, 3)]:
         now[0] += seconds + elsewhere
-        aside += elsewhere
-        times.tick(is_writing=is_busy, aside=aside)
+        overhead += elsewhere
+        times.tick(is_writing=is_busy, overhead=overhead)
     assert times.slowed() == pytest.approx(1.0)
     assert times.slowed() == 0.0
 

@@ -92,7 +92,7 @@ def test_changelog_keeps_its_form() -> None:
     kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     assert set(re.findall(r"^### (.*)$", changelog, re.MULTILINE)) <= kinds
     before = changelog.partition("### ")[0]
-    assert not re.search(r"^- ", before, re.MULTILINE), "a line outside of Added, Changed and Fixed"
+    assert not re.search(r"^- ", before, re.MULTILINE), "a line outside Added, Changed and Fixed"
 
 
 # --- workflows -------------------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {"unfreeze": _unfreeze, "eval"
 
 
 class OwnStateDict(torch.optim.SGD):
-    """Keeps a counter and slow weights outside of `state`, and saves them in its own state_dict, like Lookahead."""
+    """Keeps a counter and slow weights outside `state`, and saves them in its own state_dict, like Lookahead."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

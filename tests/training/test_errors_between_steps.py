@@ -87,7 +87,7 @@ def a_scheduler_steps(_model: nn.Sequential, optimizer: Optimizer) -> None:
 
 
 CHANGED_GROUPS = "parameter groups of the optimizer changed"
-CHANGED_RATE = "the learning rate was changed outside of the session"
+CHANGED_RATE = "the learning rate was changed outside the session"
 
 
 @pytest.mark.parametrize(

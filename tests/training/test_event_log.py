@@ -93,7 +93,7 @@ def test_speed_excludes_pauses() -> None:
     for second in (1, 6, 11):
         now = 100.0 + second
         if second == 11:
-            recorder.spent("evaluate", 4.0)
+            recorder.add_seconds("evaluate", 4.0)
         healths.after_step(State(step=second, samples=10 * second), OUTCOME)
     recorder.read()
     assert [(kind, fields["step"]) for kind, fields in logged] == [("health", 1), ("health", 6), ("health", 11)]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import whet
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.training.callbacks.progress import FirstProblems, ProgressLine
+from whet.training.callbacks.progress_line import ProgressLine, WarningPrinter
 
 pytestmark = pytest.mark.torch
 
@@ -249,7 +249,7 @@ def test_a_session_prints_its_first_skipped_step(tmp_path: Path, capfd: pytest.C
 
 
 def test_other_events_are_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    handler = FirstProblems()
+    handler = WarningPrinter()
     handler("step", {"step": 1, "loss": 1.0})
     handler("spike", {"step": 1, "reason": "high", "samples": []})
     assert capfd.readouterr().err == ""

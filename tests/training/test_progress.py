@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from whet.base.units import GB
-from whet.training.callbacks import progress
-from whet.training.callbacks.progress import NotebookScreen, PlainScreen, ProgressLine, open_screen
+from whet.training.callbacks import progress_line
+from whet.training.callbacks.progress_line import NotebookScreen, PlainScreen, ProgressLine, open_screen
 
 EPOCHS = 3_000
 
@@ -61,7 +61,7 @@ def test_an_answer_that_is_written_is_shown_and_a_class_is_not() -> None:
 
 def test_after_many_lines_there_is_one_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress_line, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stream = io.StringIO()
     line = ProgressLine("text", stream=stream)
     for epoch in range(1, 201):
@@ -85,7 +85,7 @@ STEP = {"step": 412, "samples": 13_184, "epoch": 1, "loss": 0.413}
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[ProgressLine, SimulatedTerminal]]:
     """Makes a progress line on a simulated terminal of a width, which has made some steps."""
     now = [0.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress_line, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def make(columns: int) -> tuple[ProgressLine, SimulatedTerminal]:
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -194,7 +194,7 @@ def test_in_a_real_kernel_there_is_one_display() -> None:
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     code = (
-        "from whet.training.callbacks.progress import ProgressLine\n"
+        "from whet.training.callbacks.progress_line import ProgressLine\n"
         "line = ProgressLine('text', epochs=900)\n"
         "line('start', {'step': 0, 'total_steps': 900})\n"
         "for epoch in range(1, 901):\n"

@@ -144,7 +144,7 @@ def test_a_second_scheduler_is_refused() -> None:
         session.step(cross_entropy(model), next(batches))
         scheduler.step()
         second = next(batches)
-        with pytest.raises(WhetError, match="the learning rate was changed outside of the session"):
+        with pytest.raises(WhetError, match="the learning rate was changed outside the session"):
             session.step(cross_entropy(model), second)
 
 

@@ -357,7 +357,7 @@ def test_a_loss_that_is_logged_after_its_manual_step_is_refused() -> None:
         batch = next(iter(session))
         with session.manual(batch) as (x, y):
             loss = f.mse_loss(model(x), y)
-        assert "inside of the block" in refusal(lambda: session.log_loss(loss))
+        assert "inside the block" in refusal(lambda: session.log_loss(loss))
 
 
 def test_an_error_in_a_manual_step_is_raised() -> None:

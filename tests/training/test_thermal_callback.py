@@ -32,7 +32,7 @@ from whet.run.folder import open_run
 from whet.step.step import Outcome
 from whet.training.callback import Action
 from whet.training.callbacks.event_log import Recorder
-from whet.training.callbacks.progress import ProgressLine
+from whet.training.callbacks.progress_line import ProgressLine
 from whet.training.callbacks.thermal import (
     DEBOUNCE_SECONDS,
     MAX_REST_SECONDS,
@@ -81,7 +81,7 @@ class Stage:
         recorder = Recorder(
             None, FakeDevice(), on_event=lambda kind, fields: self.logged.append((self.now, kind, fields))
         )
-        recorder.spent = lambda phase, seconds: self.rests.append(seconds)
+        recorder.add_seconds = lambda phase, seconds: self.rests.append(seconds)
         self.thermal = ThermalPolicy(PLANS[policy], recorder, FakeDevice(), clock=lambda: self.now, sleep=self.sleep)
 
     def sleep(self, seconds: float) -> None:
@@ -461,8 +461,8 @@ def test_step_times_exclude_data_evaluation_and_rests() -> None:
             start = device.mark()
             device.pass_time(seconds)
             marks.append((phase, start, device.mark()))
-        recorder.spent("cooldown", 100.0)
-        recorder.spent("evaluate", 10.0)
+        recorder.add_seconds("cooldown", 100.0)
+        recorder.add_seconds("evaluate", 10.0)
         batch = GlobalBatch(ids=np.arange(1), after=Position(samples=step), is_last_of_epoch=False)
         outcome = Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=tuple(marks))
         recorder.after_step(State(step=step, batch=batch), outcome)

@@ -63,7 +63,7 @@ def load(
     from whet.checkpoint.importer import is_import
     from whet.checkpoint.snapshot import has_average
     from whet.checkpoint.snapshot_restore import restore_model
-    from whet.training.callbacks.progress import ProgressLine
+    from whet.training.callbacks.progress_line import ProgressLine
     from whet.training.optimizer_set import as_module
     from whet.training.weights import load_weights, read_checkpoint
 

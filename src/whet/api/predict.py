@@ -85,9 +85,7 @@ def _checked_output(out: Path, run: Run) -> Path:
     if out.exists():
         raise UsageError("the output file exists already", got=str(out), try_="another --out FILE.npy")
     if out.resolve().is_relative_to(run.path.resolve()):
-        raise UsageError(
-            "predictions cannot be written into the run", got=str(out), try_="--out FILE.npy outside of it"
-        )
+        raise UsageError("predictions cannot be written into the run", got=str(out), try_="--out FILE.npy outside it")
     durable.check_writable(out)
     return out
 

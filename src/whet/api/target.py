@@ -86,7 +86,7 @@ def load_function(target: str, *, default: tuple[str, ...]) -> Callable[[], Any]
     except FirstStepReached:
         raise UsageError(
             f"{target} trains when it is imported",
-            got="whet.train or whet.Session outside of a function",
+            got="whet.train or whet.Session outside a function",
             try_='def main(): ... and if __name__ == "__main__": main()',
         ) from None
     check_no_arguments(function, target)

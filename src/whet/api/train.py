@@ -17,7 +17,7 @@ from whet.plan.workload import Workload
 from whet.training import loop
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.progress import ProgressLine
+from whet.training.callbacks.progress_line import ProgressLine
 from whet.training.loop import TrainResult
 from whet.training.measurement import MeasurementStoppedError
 from whet.training.tune import OpenStepBench
@@ -190,7 +190,7 @@ def _check_not_imported_by_a_worker() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
             "a data worker imported this program and would train again",
-            got="whet.train outside of a function, in a process that was spawned",
+            got="whet.train outside a function, in a process that was spawned",
             try_='def main(): ... and if __name__ == "__main__": main()',
         )
 

@@ -104,7 +104,7 @@ class ValueEncoder:
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {TAG: "float", "value": repr(float(value))}
         if depth > _MAX_DEPTH:
-            raise NotEncodableError(path, value, why=", nested too deeply or inside of itself")
+            raise NotEncodableError(path, value, why=", nested too deeply or inside itself")
         if depth == 0 and not self._is_one_state:
             self._forget()
         if isinstance(value, Tensor):

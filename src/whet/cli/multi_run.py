@@ -117,7 +117,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
         )
     config = resolved.config
     configure_before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
-    from whet.training.callbacks.progress import ProgressLine
+    from whet.training.callbacks.progress_line import ProgressLine
     from whet.training.supervisor import report_to_parent
 
     # From here on, the supervisor restarts this process if it is killed.

@@ -145,7 +145,7 @@ def progress(name: str) -> "Iterator[Callable[[str, int, int | None], None]]":
 
 @contextmanager
 def _progress_line(name: str) -> Iterator[Any]:
-    from whet.training.callbacks.progress import ProgressLine
+    from whet.training.callbacks.progress_line import ProgressLine
 
     line = ProgressLine(name)
     try:

@@ -225,7 +225,7 @@ def _check_output(out: Path, *, source: Path, run: Path) -> None:
     from whet.recipes.text.prediction_files import is_prediction_file
 
     if out.resolve().is_relative_to(run.resolve()):
-        raise UsageError("predictions cannot be written into the run", got=out, try_="--out FILE outside of it")
+        raise UsageError("predictions cannot be written into the run", got=out, try_="--out FILE outside it")
     if out.is_dir():
         raise UsageError("--out must be a file", got=f"{out} is a folder", try_=f"--out {out / 'answers.csv'}")
     if not out.parent.is_dir():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from whet.recipes.recipe import Recipe
     from whet.report.run_report import RunReport
     from whet.training.callbacks.event_log import EventHandler
-    from whet.training.callbacks.progress import ProgressLine
+    from whet.training.callbacks.progress_line import ProgressLine
     from whet.training.loop import TrainResult
 
 
@@ -236,7 +236,7 @@ def _run_training(
     # torch is imported from here on, unless a user's recipe has already imported it.
     from whet.api.autotune import recipe_bench
     from whet.recipes.runner import train_recipe
-    from whet.training.callbacks.progress import ProgressLine
+    from whet.training.callbacks.progress_line import ProgressLine
 
     line = ProgressLine(recipe.name, epochs=config.epochs)
     on_event = _event_printer(line, path)

@@ -178,7 +178,7 @@ def _user_line(error: Exception) -> str:
     user_frames = [frame for frame, origin in frames[last_own + 1 :] if origin == "you"]
     user_frames = user_frames or [frame for frame, origin in frames if origin == "recipe"]
     if not user_frames:
-        return "in the backward pass or the optimizer, outside of your code"
+        return "in the backward pass or the optimizer, outside your code"
     frame = user_frames[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}(): {frame.line}"
 

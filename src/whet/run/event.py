@@ -62,7 +62,7 @@ INCIDENT_KINDS = ("oom", "resume", "restart", "throttle", "pressure", "skip", "s
 EVENT_KINDS = frozenset(("start", "plan", "step", "health", "eval", "epoch", "checkpoint", *INCIDENT_KINDS, "end"))
 
 # Kinds whose events are superseded when the run resumes from an earlier step, because they are written again.
-VOIDED_KINDS = frozenset(("step", "eval", "epoch"))
+SUPERSEDED_KINDS = frozenset(("step", "eval", "epoch"))
 
 # Kinds that begin a session, that is, a period in which one process trains without a break.
 SESSION_START_KINDS = frozenset(("start", "resume"))

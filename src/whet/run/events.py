@@ -18,7 +18,7 @@ from typing import Any, Self
 from whet.base.errors import WhetError, closest_match
 from whet.run import durable, strict_json
 from whet.run.disk import open_regular_file
-from whet.run.event import EVENT_KINDS, RESERVED_FIELDS, SESSION_START_KINDS, VOIDED_KINDS, Event
+from whet.run.event import EVENT_KINDS, RESERVED_FIELDS, SESSION_START_KINDS, SUPERSEDED_KINDS, Event
 from whet.run.event_block import BlockBuilder, EventBlock
 from whet.run.event_index import INDEX_HEADER, LogLayout, encode_entry, read_block, read_log_layout
 from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, run_folder
@@ -194,7 +194,7 @@ class History:
         """Number of lines that are not events. They are skipped."""
         self.curve_cache: dict[tuple[str, str], Any] = {}
         """Cached tables of run.downsample."""
-        self._void_above = _void_limits(layout.blocks)
+        self._superseded_above = _superseded_limits(layout.blocks)
         self._trimmed: dict[int, EventBlock] = {}
 
     def __iter__(self) -> Iterator[Event]:
@@ -223,7 +223,7 @@ class History:
     def valid_blocks(self) -> Iterator[EventBlock]:
         """Yield all blocks, each without its superseded events."""
         for position, block in enumerate(self.layout.blocks):
-            if block.greatest_step <= self._void_above[position]:
+            if block.greatest_step <= self._superseded_above[position]:
                 yield block
                 continue
             if position not in self._trimmed:
@@ -252,17 +252,17 @@ class History:
             return
         with open_regular_file(self._path) as file:
             for position in positions:
-                block, limit = self.layout.blocks[position], self._void_above[position]
+                block, limit = self.layout.blocks[position], self._superseded_above[position]
                 for event in read_block(file, block, kinds=kinds, newest_first=newest_first):
-                    if event.step <= limit or event.kind not in VOIDED_KINDS:
+                    if event.step <= limit or event.kind not in SUPERSEDED_KINDS:
                         yield event
 
     def _trim(self, position: int) -> EventBlock:
         """Return a block without its superseded events."""
         block = self.layout.blocks[position]
-        is_all_void = block.least_step > self._void_above[position]
+        is_all_superseded = block.least_step > self._superseded_above[position]
         # There may be thousands of fully superseded blocks, so read only the kinds of events that remain valid.
-        kinds = block.kinds.keys() - VOIDED_KINDS if is_all_void else None
+        kinds = block.kinds.keys() - SUPERSEDED_KINDS if is_all_superseded else None
         builder = BlockBuilder(block.start)
         for event in self._read([position], kinds=kinds) if kinds is None or kinds else ():
             builder.add(event.kind, event.time, event.step, event.fields)
@@ -289,7 +289,7 @@ def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     return record, strict_json.encode(record).encode()
 
 
-def _void_limits(blocks: tuple[EventBlock, ...]) -> list[float]:
+def _superseded_limits(blocks: tuple[EventBlock, ...]) -> list[float]:
     """Return, for each block, the lowest step from which a later block resumes.
 
     Later steps in the block are superseded.

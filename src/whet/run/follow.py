@@ -123,7 +123,7 @@ class LiveHistory(History):
         self.damaged += sum(block.damaged for block in layout.blocks[num_kept:])
         self.damaged -= sum(block.damaged for block in self.layout.blocks[num_kept:])
         self.layout = layout
-        self._void_above[num_kept:] = [float("inf")] * (len(layout.blocks) - num_kept)
+        self._superseded_above[num_kept:] = [float("inf")] * (len(layout.blocks) - num_kept)
         self._trimmed.pop(num_kept, None)
 
     def _extend_curve_cache(self, events: Iterable[Event]) -> None:

@@ -188,8 +188,8 @@ class BatchLoop:
             self._is_tuned = True
             tune_first_step(run, loss.function)
         number = state.step + 1
-        if not loss.is_observed and run.gaps is not None:
-            run.gaps.add_loss(loss.function)
+        if not loss.is_observed and run.unsaved_state is not None:
+            run.unsaved_state.add_loss(loss.function)
         checks.check_no_closure(run.steppers[name].optimizer)
         if not run.model.training:
             raise checks.eval_mode_error(number)
@@ -254,7 +254,7 @@ class BatchLoop:
         finally:
             run.rng.leave_step()
         self._is_in_step = False
-        run.executor.expect_changes()
+        run.executor.reset_rollback_snapshot()
         self.steps.add_manual()
         self.finish_batch()
 
@@ -263,8 +263,8 @@ class BatchLoop:
         if not self._is_in_step:
             raise UsageError(
                 "log_loss must be called inside a manual step",
-                got="a call outside of `with session.manual(batch)`",
-                try_="session.log_loss(loss) inside of the block; session.log(name=value) logs other values",
+                got="a call outside `with session.manual(batch)`",
+                try_="session.log_loss(loss) inside the block; session.log(name=value) logs other values",
             )
         self.steps.log_loss(loss.detach().reshape(()).to(self.run.device.torch_device))
 

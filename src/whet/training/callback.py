@@ -209,7 +209,7 @@ class CallbackList:
         return {name: state for name, callback in self._named() if (state := callback.state_dict())}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
-        """Restore the saved states. Return the names of callbacks that exist only in the checkpoint or only now."""
+        """Restore the saved states. Return the names of callbacks that only the checkpoint or only this run has."""
         named = dict(self._named())
         for name, state in saved.items():
             if name in named:

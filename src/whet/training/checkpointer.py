@@ -130,7 +130,7 @@ class Checkpointer:
         stall = self._stall = time.perf_counter() - start
         if not self._writer.is_busy:
             self.collect(wait=True, is_last=urgency == "last")
-        run.log.spent("save", stall)
+        run.log.add_seconds("save", stall)
 
     def close(self) -> None:
         """Wait for the current write. Every exit from a session calls this."""
@@ -144,7 +144,7 @@ class Checkpointer:
         if note not in self._info.reasons:
             self._info = self._info.model_copy(update={"exactness": (*self._info.reasons, note)})
 
-    def note_gap(self, gap: str, *, is_variable: bool = False) -> bool:
+    def record_unsaved_state(self, gap: str, *, is_variable: bool = False) -> bool:
         """Record in all later checkpoints that some state is not saved. Return whether this is the first such note."""
         name = "unregistered" if is_variable else "gaps"
         noted: tuple[str, ...] = getattr(self._info, name)
@@ -163,11 +163,11 @@ class Checkpointer:
             self._saved_step = None
             self.save("last")
 
-    def take_snapshot(self, *, finds_gaps: bool = True) -> Snapshot:
+    def take_snapshot(self, *, finds_unsaved_state: bool = True) -> Snapshot:
         """Return the state of the run. Its tensors are the live ones, not copies."""
         run, state, stepper = self._run, self._run.state, self._run.stepper
-        if run.gaps is not None and finds_gaps:
-            run.gaps.check()
+        if run.unsaved_state is not None and finds_unsaved_state:
+            run.unsaved_state.check()
         base_rates = run.rates.base
         if len(stepper.optimizer.param_groups) < len(base_rates):
             # A removed parameter group would make a resume impossible, so this raises an error. An added group is not
@@ -208,7 +208,7 @@ class Checkpointer:
             initial=self.initial,
         )
         for gap in snapshot.gaps:
-            run.note_gap(gap)
+            run.record_unsaved_state(gap)
         return replace(snapshot, info=snapshot.info.model_copy(update={"gaps": self._info.gaps}))
 
     def _begin_write(self, snapshot: Snapshot, *, urgency: Urgency, start: float) -> None:

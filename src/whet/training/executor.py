@@ -126,8 +126,8 @@ class Executor:
                 guard.first_non_finite = run.state.step, "weights are NaN or Inf"
         return guard.first_non_finite is None
 
-    def expect_changes(self) -> None:
-        """Reset the rollback snapshot, because code outside of a step may have changed the model."""
+    def reset_rollback_snapshot(self) -> None:
+        """Reset the rollback snapshot, because code outside a step may have changed the model."""
         self._rollback = StepRollback(self._run.stepper.model, self._run.device)
 
     def _run_step(
@@ -271,7 +271,7 @@ class Executor:
                 self._check_single_rank(problem)
             finally:
                 # The evaluation may have swapped averaged weights in and out, and changed buffers.
-                self.expect_changes()
+                self.reset_rollback_snapshot()
             self._empty_memory()
             run.use_plan(with_smaller_eval_batch(run.plan, step=step, problem=problem))
             action = f"evaluates {run.plan.eval_batch} at once"

@@ -91,10 +91,10 @@ class Interception:
         segment = self._segment
         if segment is None:
             raise FirstStepReached(config, loss)
-        if run is None or run.gaps is None or config is not self._owner or run.state.step % segment.every:
+        if run is None or run.unsaved_state is None or config is not self._owner or run.state.step % segment.every:
             return
-        run.gaps.add_loss(loss)
-        variables = run.gaps.variables(sys._getframe(1))
+        run.unsaved_state.add_loss(loss)
+        variables = run.unsaved_state.variables(sys._getframe(1))
         segment.on_event("variables", {"step": run.state.step, "digests": variables})
 
     def after_session(self, config: "RunConfig") -> None:

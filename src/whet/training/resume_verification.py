@@ -73,7 +73,7 @@ class ResumeVerification(Callback):
             run.log_session("resume", {**self._restored.fields, "exactness": exactness})
             return
         restore_state(run, newest)
-        run.executor.expect_changes()
+        run.executor.reset_rollback_snapshot()
         reason = f"{self._steps} were repeated, and differ: {'; '.join(differences)}"
         run.note_inexact(self.until, reason)
         fields = {"exactness": f"not bit-exact: {reason}", "exact": False, "reason": reason}

@@ -26,7 +26,7 @@ from whet.step.optimizers import OptimizerChoice
 from whet.training import checks
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.progress import ProgressLine
+from whet.training.callbacks.progress_line import ProgressLine
 from whet.training.keywords import SessionKeywords
 from whet.training.optimizer_set import (
     OptimizerSet,

@@ -32,7 +32,6 @@ from whet.training.callbacks.event_log import Recorder
 from whet.training.callbacks.stop_signals import StopSignals
 from whet.training.checkpointer import Checkpointer
 from whet.training.executor import Executor
-from whet.training.gaps import GapDetector
 from whet.training.metrics import scalar_metrics
 from whet.training.progress import State
 from whet.training.registered import RegisteredObjects
@@ -42,6 +41,7 @@ from whet.training.run_config import RunConfig
 from whet.training.schedule import LearningRates
 from whet.training.source_code import SourceCode, model_classes
 from whet.training.torch_schedule import schedule_functions
+from whet.training.unsaved_state import UnsavedStateDetector
 
 _BETWEEN_STEPS = 2**32
 """Distinguishes the seed of code between steps from the seeds of all epochs and steps."""
@@ -53,7 +53,7 @@ class RunContext:
     checkpointer: Checkpointer | None = None
     verification: ResumeVerification | None = None
     """Repeats the steps up to the newest checkpoint; None if a resume is not verified or already has been."""
-    gaps: GapDetector | None = None
+    unsaved_state: UnsavedStateDetector | None = None
     """Detects state that checkpoints do not hold; None if this process writes no checkpoints."""
     executor: Executor
     callbacks: CallbackList
@@ -144,8 +144,8 @@ class RunContext:
         self.plan = plan
         self.guard.has_scaler = self.stepper.scaler.is_enabled()
         self.watch_for_stalls()
-        if self.gaps is not None:
-            self.gaps.follow_plan()
+        if self.unsaved_state is not None:
+            self.unsaved_state.follow_plan()
         if self.folder is not None and self.group.is_rank_zero:
             rewrite_parts(self.folder, plan=plan.as_json())
 
@@ -177,9 +177,9 @@ class RunContext:
         self.steppers[name] = self.stepper
         self.use_plan(plan)
         self.executor = Executor(self)
-        if self.gaps is not None:
+        if self.unsaved_state is not None:
             # The executor selects the attention kernels, which are settings of the process.
-            self.gaps.follow_plan()
+            self.unsaved_state.follow_plan()
         if self.checkpointer is not None:
             # The first checkpoint records the settings that later ones must match.
             self.checkpointer.save_initial_again()
@@ -189,9 +189,9 @@ class RunContext:
         if self.checkpointer is not None:
             self.checkpointer.note_inexact(step, reason)
 
-    def note_gap(self, gap: str, *, is_variable: bool = False) -> None:
+    def record_unsaved_state(self, gap: str, *, is_variable: bool = False) -> None:
         """Record a gap in all later checkpoints and log one warning about it."""
-        if self.checkpointer is not None and self.checkpointer.note_gap(gap, is_variable=is_variable):
+        if self.checkpointer is not None and self.checkpointer.record_unsaved_state(gap, is_variable=is_variable):
             how = "session.register(name, object)" if self.config.is_custom_loop else "register={name: object}"
             reason = f"checkpoints do not hold the whole state: {gap} ({how} saves an object)"
             if is_variable:
@@ -205,8 +205,8 @@ class RunContext:
             self.note_inexact(self.state.step, mismatch)
         if self.checkpointer is not None and self.registered.objects.keys() - self.config.register.keys():
             self.checkpointer.save_initial_again()
-        if self.gaps is not None:
-            self.gaps.begin()
+        if self.unsaved_state is not None:
+            self.unsaved_state.begin()
 
     def log_session(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Log a `start` or `resume` event for the session."""
@@ -222,7 +222,7 @@ class RunContext:
         if checkpoint is None:
             raise WhetError("the run cannot be rolled back: it has no checkpoint", got=reason, try_="run=DIR")
         restored = self.restore(checkpoint)
-        self.executor.expect_changes()
+        self.executor.reset_rollback_snapshot()
         self.verification, self.log.repeat_until = None, -1
         self.log_session("resume", {**restored.fields, "rollback_reason": reason})
         # The non-finite step was discarded with all others since the checkpoint, so the guard starts over.

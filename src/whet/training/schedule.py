@@ -123,7 +123,7 @@ class LearningRates:
         # Tensor rates belong to optimizers that whet built. Reading them would wait for the device.
         if before and not isinstance(rates[0], torch.Tensor) and rates != before:
             raise UsageError(
-                "the learning rate was changed outside of the session",
+                "the learning rate was changed outside the session",
                 got=f"{rates}; whet had set {before}",
                 try_="schedule=scheduler: whet then steps your scheduler, and your code does not",
             )

@@ -36,7 +36,7 @@ from whet.training import checks, intercept
 from whet.training.batch_loop import BatchLoop
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.progress import FirstProblems, is_notebook
+from whet.training.callbacks.progress_line import WarningPrinter, is_notebook
 from whet.training.end_reason import describe_end
 from whet.training.evaluator import Evaluate, LossEvaluation, use_best_weights
 from whet.training.failed_layer import note_failed_layer
@@ -145,7 +145,7 @@ class Session:
         hint = 'goal="val_loss" and session.log(val_loss=...)'
         checks.check_goal_is_evaluated(keywords.training, goal=goal, hint=hint)
         config = make_run_config(model, optimizer, data, keywords)
-        self._use_config(replace(config, is_custom_loop=True, on_event=config.on_event or FirstProblems()))
+        self._use_config(replace(config, is_custom_loop=True, on_event=config.on_event or WarningPrinter()))
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
@@ -320,13 +320,13 @@ class Session:
             with use_best_weights(run) as best_step:
                 returned = run.executor.evaluate(evaluate, data)
             # Loading and restoring weights invalidates the executor's record of the tensors that a step changes.
-            run.executor.expect_changes()
+            run.executor.reset_rollback_snapshot()
             fields["weights"] = store.checkpoint_name(best_step)
         else:
             returned = run.executor.evaluate(evaluate, data)
         values = {f"{prefix}{name}": value for name, value in returned.items()}
         metrics = scalar_metrics(values)
-        run.log.spent("evaluate", time.perf_counter() - start)
+        run.log.add_seconds("evaluate", time.perf_counter() - start)
         if goal is not None and prefix in ("", "val_") and goal not in metrics:
             raise UsageError("the goal is not among the metrics", got=goal, try_=" or ".join(metrics))
         self._log(values, **fields)

@@ -56,7 +56,6 @@ from whet.training.callbacks.health import Health
 from whet.training.callbacks.thermal import ThermalPolicy
 from whet.training.checkpointer import Checkpointer, load_newest
 from whet.training.executor import Executor
-from whet.training.gaps import GapDetector
 from whet.training.optimizer_set import (
     RatesByName,
     config_for_optimizer,
@@ -70,6 +69,7 @@ from whet.training.run_config import RunConfig
 from whet.training.run_context import RunContext
 from whet.training.schedule import LearningRates, make_schedule
 from whet.training.torch_schedule import make_learning_rates
+from whet.training.unsaved_state import UnsavedStateDetector
 from whet.training.weights import load_weights
 from whet.training.workload import pad_token_id
 
@@ -325,7 +325,7 @@ def _add_services(run: RunContext, existing: Run | None) -> None:
     run.callbacks = CallbackList(_builtin_callbacks(run), run.config.callbacks)
     check_encodable({"callbacks": run.callbacks.state_dict(), "source": run.source.state(run.state.position)})
     if run.checkpointer is not None and is_rank_zero:
-        run.gaps = GapDetector(run)
+        run.unsaved_state = UnsavedStateDetector(run)
 
 
 def _builtin_callbacks(run: RunContext) -> list[Callback]:

@@ -98,7 +98,7 @@ class BatchSplitting:
             return
         reason = self.obstacle(loss, batch, is_repeated=True)
         # The check restores buffers, which changes the model outside a step.
-        run.executor.expect_changes()
+        run.executor.reset_rollback_snapshot()
         if reason is not None:
             raise WhetError(
                 f"the loss has changed since the start: at step {number:,} the batch may not be split",
@@ -181,7 +181,7 @@ class BatchSplitting:
         if not is_first and key not in self._split_steps:
             self.check(loss, batch)
             # The check restores buffers, which changes the model outside a step.
-            self._run.executor.expect_changes()
+            self._run.executor.reset_rollback_snapshot()
         count = self._split_steps[key] = self._split_steps.get(key, 0) + 1
         # Check again at powers of two, because a loss may change during a run.
         if count > 1 and (count.bit_count() == 1 or count % _RECHECK_STEPS == 0):

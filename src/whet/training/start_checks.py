@@ -307,7 +307,7 @@ class StartChecks:
 
     def _log(self, message: str, *, start: float, step: int, error: float | None, **fields: Any) -> None:
         seconds = time.perf_counter() - start
-        self.run.log.spent("verify", seconds)
+        self.run.log.add_seconds("verify", seconds)
         if error is not None:
             fields["difference"] = error
         self.run.log.event("plan", step=step, message=f"{message}  ({seconds:.1f} s)", seconds=seconds, **fields)

@@ -49,8 +49,8 @@ def check_first_step(run: "RunContext") -> None:
     with _same_objects(run):
         restore_state(run, loaded)
         _raise_if_different(restored_differences(loaded, run), "saved and restored")
-    run.executor.expect_changes()
-    run.log.spent("verify", time.perf_counter() - start)
+    run.executor.reset_rollback_snapshot()
+    run.log.add_seconds("verify", time.perf_counter() - start)
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def _same_objects(run: "RunContext") -> Iterator[None]:
 def restored_differences(expected: Snapshot, run: "RunContext") -> list[str]:
     """Return the names of the parts of the run's state that differ from a snapshot."""
     assert run.checkpointer is not None
-    differing = compare_snapshots(expected, run.checkpointer.take_snapshot(finds_gaps=False))
+    differing = compare_snapshots(expected, run.checkpointer.take_snapshot(finds_unsaved_state=False))
     return [name for name in differing if not _is_uncompared(name)]
 
 

@@ -28,7 +28,7 @@ from whet.step.loss import LossFunction
 from whet.training import intercept
 from whet.training.auto_batch_size import is_auto_batch, measure_batch_size, with_batch_size
 from whet.training.callbacks.event_log import EventHandler, emit_event
-from whet.training.callbacks.progress import ProgressLine
+from whet.training.callbacks.progress_line import ProgressLine
 from whet.training.keywords import SessionKeywords
 from whet.training.measurement import (
     check_rereadable,

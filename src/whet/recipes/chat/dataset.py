@@ -280,7 +280,7 @@ def open_dataset(folder: Path, *, verify: bool = False) -> ChatDataset:
         )
     splits = {split: _open_split(folder, split, manifest) for split in SPLITS}
     if verify and any(int(split.tokens.max(initial=0)) >= tokenizer.vocab_size for split in splits.values()):
-        raise WhetError(f"{folder} is damaged", got="ids outside of the vocabulary", try_="prepare the data again")
+        raise WhetError(f"{folder} is damaged", got="ids outside the vocabulary", try_="prepare the data again")
     return ChatDataset(folder=folder, manifest=manifest, tokenizer=tokenizer, **splits)
 
 

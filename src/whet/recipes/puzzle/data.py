@@ -340,7 +340,7 @@ def _read_split(folder: Path) -> tuple[Rows, Sizes]:
 
 def _read_set(folder: Path, name: str, sizes: Sizes, ignored: int | None) -> Rows:
     if Path(name).name != name:
-        raise ValueError(f"the set {name!r} is outside of the folder")
+        raise ValueError(f"the set {name!r} is outside the folder")
 
     def load(what: str) -> np.ndarray:
         array: np.ndarray = np.load(folder / f"{name}__{what}.npy", mmap_mode="r", allow_pickle=False)
@@ -361,9 +361,9 @@ def _read_set(folder: Path, name: str, sizes: Sizes, ignored: int | None) -> Row
         labels = np.where(labels == ignored, IGNORED_LABEL, labels.astype(np.int32))
     for what, tokens in (("inputs", inputs), ("labels", np.where(labels == IGNORED_LABEL, 0, labels))):
         if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < sizes.num_tokens):
-            raise ValueError(f"{what} have tokens outside of 0 to {sizes.num_tokens - 1}")
+            raise ValueError(f"{what} have tokens outside 0 to {sizes.num_tokens - 1}")
     if len(puzzles) and not (int(puzzles.min()) >= 0 and int(puzzles.max()) < sizes.num_puzzles):
-        raise ValueError(f"puzzle identifiers outside of 0 to {sizes.num_puzzles - 1}")
+        raise ValueError(f"puzzle identifiers outside 0 to {sizes.num_puzzles - 1}")
     return {
         "inputs": inputs.astype(np.int16),
         "labels": labels.astype(np.int16),

@@ -199,7 +199,7 @@ def publish_export(
 
 def _check_target(folder: Path, *, run: Run, is_ours: Callable[[str], bool], force: bool) -> None:
     if folder.resolve().is_relative_to(run.path.resolve()):
-        raise UsageError("an export must not be inside the run", got=folder, try_="--out DIR outside of it")
+        raise UsageError("an export must not be inside the run", got=folder, try_="--out DIR outside it")
     with durable.disk_errors("write", folder):
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             raise UsageError("the target is not a folder", got=folder, try_="another --out DIR")

@@ -44,7 +44,7 @@ class CheckpointSchedule(Callback):
 
     def after_step(self, state: State, outcome: "Outcome") -> Action:  # noqa: ARG002
         checkpointer = self._checkpointer
-        checkpointer.step_times.tick(is_writing=checkpointer.is_writing, aside=self._log.aside_seconds)
+        checkpointer.step_times.tick(is_writing=checkpointer.is_writing, overhead=self._log.overhead_seconds)
         if checkpointer.is_writing:
             checkpointer.collect(wait=False)
         is_epoch_end = state.batch is not None and state.batch.is_last_of_epoch
@@ -156,24 +156,24 @@ class StepTimes:
         self._clock = clock
         self._usual: deque[float] = deque(maxlen=_BASELINE_STEPS)
         self._last: float | None = None
-        self._aside = 0.0
+        self._overhead = 0.0
         self._busy_seconds, self._busy_steps = 0.0, 0
 
-    def tick(self, *, is_writing: bool, aside: float) -> None:
-        """Record the end of a step. `aside` is the total number of seconds spent on evaluations and saves so far.
+    def tick(self, *, is_writing: bool, overhead: float) -> None:
+        """Record the end of a step. `overhead` is the total number of seconds spent on evaluations and saves so far.
 
         The step in which a write ends counts as slowed down, because the result of the write is collected after the
         step.
         """
         now = self._clock()
         if self._last is not None:
-            seconds = now - self._last - (aside - self._aside)
+            seconds = now - self._last - (overhead - self._overhead)
             if is_writing:
                 self._busy_seconds += seconds
                 self._busy_steps += 1
             else:
                 self._usual.append(seconds)
-        self._last, self._aside = now, aside
+        self._last, self._overhead = now, overhead
 
     def slowed(self) -> float:
         """Return the seconds by which a write has lengthened the steps since the last call; 0 without a baseline."""

@@ -18,7 +18,7 @@ from whet.base.origin import format_traceback
 from whet.data.batch import GlobalBatch
 from whet.device.abstract import AbstractDevice
 from whet.run import durable
-from whet.run.event import VOIDED_KINDS
+from whet.run.event import SUPERSEDED_KINDS
 from whet.run.events import EventLog
 from whet.step.ema import named_tensors
 from whet.step.non_finite_guard import NonFiniteGuard
@@ -70,9 +70,9 @@ class Recorder(Callback):
         self._extra_seconds: dict[str, float] = {}
         self._is_log_failing = False
         self._is_emitting = False
-        self._interjections: list[tuple[str, dict[str, Any]]] = []
+        self._signal_events: list[tuple[str, dict[str, Any]]] = []
         self._epoch_began = time.monotonic()
-        self.aside_seconds = 0.0
+        self.overhead_seconds = 0.0
         """Total seconds spent outside steps and data loading, such as evaluations and saves."""
         self.is_idle = False
         """Whether the run had already finished before this session, in which case its start and end are not logged."""
@@ -153,17 +153,17 @@ class Recorder(Callback):
         facts = {"path": str(path), "errno": code, "free_bytes": durable.free_bytes(path), "retry": retry}
         self.event("warning", step=step, reason=f"{what}: {error.what}: {error.got}", **facts)
 
-    def spent(self, phase: str, seconds: float) -> None:
+    def add_seconds(self, phase: str, seconds: float) -> None:
         """Add seconds spent on evaluation or saving to the record of the oldest step that is not yet written."""
         self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
-        self.aside_seconds += seconds if phase != "data" else 0.0
+        self.overhead_seconds += seconds if phase != "data" else 0.0
 
     def timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Yield the batches, and record the time spent waiting for them as data time."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
-            self.spent("data", time.perf_counter() - start)
+            self.add_seconds("data", time.perf_counter() - start)
             if batch is None:
                 return
             yield batch
@@ -178,13 +178,13 @@ class Recorder(Callback):
             self._on_event = None
             reason = f"on_event failed and is not called any more: {type(error).__name__}: {error}"
             self._append("warning", step=fields.get("step", 0), reason=reason, retry="never")
-        self._emit_interjections()
+        self._emit_signal_events()
 
-    def interject(self, kind: str, **fields: Any) -> None:
+    def notify_from_signal(self, kind: str, **fields: Any) -> None:
         """Call `on_event` from a signal handler: immediately, or right after the call that the signal interrupted."""
-        self._interjections.append((kind, fields))
+        self._signal_events.append((kind, fields))
         if not self._is_emitting:
-            self._emit_interjections()
+            self._emit_signal_events()
 
     def flush(self) -> None:
         """Write pending lines to the file. Lines that cannot be written remain pending."""
@@ -248,7 +248,7 @@ class Recorder(Callback):
         """Append an event to the log. A disk error is logged once; lines stay in memory and training continues."""
         if self._log is None:
             return
-        if step <= self.repeat_until and kind in VOIDED_KINDS:
+        if step <= self.repeat_until and kind in SUPERSEDED_KINDS:
             if kind == "step":
                 self.repeated[step] = fields.get("loss")
             return
@@ -271,15 +271,15 @@ class Recorder(Callback):
         finally:
             self._is_emitting = False
 
-    def _emit_interjections(self) -> None:
-        while self._interjections and self._on_event is not None:
+    def _emit_signal_events(self) -> None:
+        while self._signal_events and self._on_event is not None:
             try:
-                self._emit(*self._interjections[0])
+                self._emit(*self._signal_events[0])
             except Exception:
                 # The signal may have interrupted a write, and Python raises an error for a reentrant write to the same
                 # stream.
                 return
-            del self._interjections[0]
+            del self._signal_events[0]
 
     def _seconds(self, outcome: Outcome) -> dict[str, float]:
         spent: dict[str, float] = {}

@@ -41,7 +41,7 @@ class Health(Callback):
 
     def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
         # Count only training time: an evaluation or a save must not look like slow training.
-        worked = self._clock() - self._log.aside_seconds
+        worked = self._clock() - self._log.overhead_seconds
         speed: dict[str, float] = {}
         if self._last is not None and worked > self._last[0] and state.samples >= self._last[1]:
             speed["samples_per_second"] = (state.samples - self._last[1]) / (worked - self._last[0])

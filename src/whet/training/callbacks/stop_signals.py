@@ -68,4 +68,4 @@ class StopSignals(Callback):
             "after this step" if run.group.is_single_process else "after the next step at which all ranks synchronize"
         )
         when = "once all is evaluated and saved" if run.state.is_finished else when
-        run.log.interject("stopping", step=run.state.step, message=stop_message(number, when=when))
+        run.log.notify_from_signal("stopping", step=run.state.step, message=stop_message(number, when=when))

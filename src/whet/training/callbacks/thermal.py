@@ -348,7 +348,7 @@ class ThermalPolicy(Callback):
         while not is_enough(self._clock() - began) and not self.should_stop():
             self._sleep(_SLEEP_SECONDS)
         rested = self._clock() - began
-        self._log.spent("cooldown", rested)
+        self._log.add_seconds("cooldown", rested)
         return rested
 
 

@@ -60,7 +60,7 @@ def _check_output(out: Path, sources: Iterable[TextSource]) -> None:
     for source in sources:
         folder = source.path if source.path.is_dir() else source.path.parent
         if len(sources) > 1 and out.resolve().is_relative_to(folder.resolve()):
-            raise UsageError("the copy is inside the original", got=out, try_="--out DIR outside of it")
+            raise UsageError("the copy is inside the original", got=out, try_="--out DIR outside it")
     durable.check_writable(out.absolute())
 
 

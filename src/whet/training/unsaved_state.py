@@ -51,7 +51,7 @@ _DATA_OWNERS = (_DATASET, _SAMPLER)
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-class GapDetector:
+class UnsavedStateDetector:
     """Compares the state that the user's code can reach with fingerprints from before the first step.
 
     The comparison runs after the first step and at every save; other steps take no extra time.
@@ -105,7 +105,7 @@ class GapDetector:
             # Nothing has been trained yet.
             return
         for gap in self._optimizers.unknown(self._run):
-            self._run.note_gap(gap)
+            self._run.record_unsaved_state(gap)
         roots = self._all_roots()
         expected = {self._loss_label(key): {*_rebound_names(self._losses[key])} for key in self._recreated}
         for owner, now in self._fingerprints(roots).items():
@@ -119,10 +119,10 @@ class GapDetector:
             self._reported |= {(owner, name) for name in names}
             if names:
                 listed = format_list([f"`{name}`" for name in names])
-                self._run.note_gap(f"{listed} of {owner} changed", is_variable=True)
+                self._run.record_unsaved_state(f"{listed} of {owner} changed", is_variable=True)
         for owner, names in self._partial.items():
             listed = format_list([f"`{name}`" for name in names])
-            self._run.note_gap(f"{listed} of {owner} cannot be compared as a whole", is_variable=True)
+            self._run.record_unsaved_state(f"{listed} of {owner} cannot be compared as a whole", is_variable=True)
 
     def _unsaved(
         self, owner: str, names: list[str], parts: list[tuple[str, Any]], now: Mapping[str, bytes]
@@ -456,6 +456,6 @@ class _OptimizerWatch:
         names = {parameter: name for name, parameter in run.model.named_parameters()}
         for optimizer in alive:
             if id(optimizer) not in parts:
-                held = [names.get(p, "outside of the model") for g in optimizer.param_groups for p in g["params"]]
+                held = [names.get(p, "outside the model") for g in optimizer.param_groups for p in g["params"]]
                 of = ", ".join(dict.fromkeys(held[:_MAX_NAMES]))
                 yield f"the session does not know an optimizer that steps: {type(optimizer).__name__} ({of})"

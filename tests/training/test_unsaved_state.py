@@ -308,7 +308,7 @@ def _(p: Program) -> None:
     p.loss = Centered()
 
 
-@case("a module outside of the model", "`teacher.bias` of the loss")
+@case("a module outside the model", "`teacher.bias` of the loss")
 def _(p: Program) -> None:
     teacher = net()
 
@@ -879,8 +879,8 @@ def test_a_loss_that_is_made_anew_in_each_step_is_one_loss(kind: str, tmp_path: 
                 session.step(losses[kind], batch)
                 if session.state.step == stop:
                     break
-            assert session.run.gaps is not None
-            assert len(session.run.gaps._losses) == 1
+            assert session.run.unsaved_state is not None
+            assert len(session.run.unsaved_state._losses) == 1
     named = exactness(tmp_path / "run").removeprefix(
         "session state restored exactly; your own variables only if registered"
     )

@@ -451,7 +451,7 @@ def _sample_answer(fields: dict[str, Any]) -> str:
     return f"{question}  ->  {answer[:_MAX_ANSWER]}{' ...' if len(answer) > _MAX_ANSWER else ''}"
 
 
-class FirstProblems:
+class WarningPrinter:
     """The event handler for a session that has none: prints the first problem of each kind to standard error."""
 
     def __init__(self) -> None:
