@@ -64,7 +64,17 @@ def pages() -> dict[Path, str]:
 def map_page() -> str:
     """Return a list of all pages in the order of the documentation site."""
     nav = tomllib.loads((DOCS / "zensical.toml").read_text())["project"]["nav"]
-    head = "# All pages\n\nIn the order of the documentation site (`make docs-site`).\n"
+    head = (
+        "# All pages\n\n"
+        "- To train a model of your own: [Your own model](tutorials/own-model.md), then [Data](data.md) and "
+        "[Your own loop](own-loops.md).\n"
+        "- If it is slow: [Find the fastest settings](measure.md) and [Precision](precision.md).\n"
+        "- If it was interrupted: [Interruptions and recovery](interruptions.md) and "
+        "[What exact means](exactness.md).\n"
+        "- To find out whether it would run on a Mac: [Check a model for a Mac](check.md) and "
+        "[Macs, real and simulated](apple.md).\n"
+        "- If something is wrong: [Troubleshooting](troubleshooting.md).\n"
+    )
     return re.sub(r"\n{3,}", "\n\n", head + "\n".join(_map_lines(nav, level=0)).rstrip() + "\n")
 
 

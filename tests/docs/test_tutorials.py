@@ -122,14 +122,14 @@ def test_the_loop_of_the_readme_runs(tmp_path: Path, warm_python: WarmPython) ->
     given = """
 import torch, whet
 from torch import nn
-model, loss, evaluate = nn.Linear(4, 2), nn.functional.cross_entropy, lambda model: 0.5
+model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
-loader = torch.utils.data.DataLoader(data, batch_size=32)
+loader, val = (torch.utils.data.DataLoader(data, batch_size=32) for _ in range(2))
 """
     done = warm_python.run("-c", given + loop, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert '"val_loss":0.5' in (tmp_path / "runs" / "loop" / "events.jsonl").read_text()
+    assert '"val_loss":' in (tmp_path / "runs" / "loop" / "events.jsonl").read_text()
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ MEASURED = {
         workload("chat", f"{SMALL_TRM} global_batch_size=8", vocab_size=512, longest=64, num_rows=512),
         {"threads": 2},
     ),
-    # CPU seconds of one thread, because the machine was busy; docs/measure.md
+    # CPU seconds of one thread, because the machine was busy; estimate-constants_h200-linux-2core_2026-11-18
     "puzzle default linux-2core": (207, workload("puzzle", ""), {"threads": 1}),
     "chat default linux-2core": (14.8, workload("chat", ""), {"threads": 1}),
     "hex default linux-2core": (4_402, workload("hex", ""), {"threads": 1}),
