@@ -122,6 +122,8 @@ def test_the_interval_grows_with_the_cost_of_saving_unless_it_is_set() -> None:
         SaveInterval(plan(checkpoint_minutes=1), clock=lambda: now[0]),
     )
     for pace in (ours, yours):
+        for _ in range(8):
+            pace.restart()
         pace.learn(10.0)
     assert (ours.interval, yours.interval) == (pytest.approx(1314.5, rel=1e-3), 60)
     now[0] = 61.0
@@ -130,12 +132,31 @@ def test_the_interval_grows_with_the_cost_of_saving_unless_it_is_set() -> None:
     assert ours.interval == 300, "and shrinks again"
 
 
+@pytest.mark.parametrize(
+    ("cost", "expected"),
+    [(0.01, [30, 60, 120, 240, 300, 300]), (1.0, [100, 100, 120, 240, 415.7, 415.7]), (60.0, [6000] * 6)],
+)
+def test_the_first_intervals_are_short_and_saving_costs_one_percent(cost: float, expected: list[float]) -> None:
+    now = [0.0]
+    pace = SaveInterval(plan(), clock=lambda: now[0])
+    assert pace.interval == 30, "a resumed run has no cost yet"
+    intervals = []
+    for _ in range(6):
+        pace.restart()
+        pace.learn(cost)
+        intervals.append(pace.interval)
+        assert pace.is_due(1, epochs_done=None) == "no"
+        now[0] += pace.interval
+        assert pace.is_due(1, epochs_done=None) == "time"
+    assert intervals == pytest.approx(expected, abs=0.1)
+
+
 def test_a_requested_save_is_due_and_a_failed_one_is_retried() -> None:
     now = [0.0]
     pace = SaveInterval(plan(checkpoint_steps=4), clock=lambda: now[0])
     assert [pace.is_due(step, epochs_done=None) for step in (3, 4)] == ["no", "requested"]
-    assert pace.retry_after(5) == "in 60 s or after step 8"
-    now[0] = 60.0
+    assert pace.retry_after(5) == "in 30 s or after step 8"
+    now[0] = 30.0
     assert pace.is_due(7, epochs_done=None) == "time"
 
 

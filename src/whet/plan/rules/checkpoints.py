@@ -10,13 +10,14 @@ _KEEP = 2
 
 @rule("C1", "checkpoint_minutes")
 def choose_checkpoint_minutes(context: RuleContext) -> Decision:
-    """The minimum number of minutes between checkpoints.
+    """The minimum number of minutes between checkpoints, after the first few.
 
     Why: the interval that loses the least time is about sqrt(2 x cost of a save x time between interruptions), which is
     5 minutes for a save of half a second and one interruption a day. During the run, the cost of each save is measured:
     how long training stopped, and how much slower the steps during the save were. If the formula gives a longer
     interval for this cost, the interval grows to it. It is also at least 100 times the cost, so that saving takes at
-    most 1 % of the time.
+    most 1 % of the time. The first checkpoints of a session come after 30 s, 1, 2 and 4 minutes, unless that costs more
+    than 1 %: a young run that is killed, or one that is killed again and again, shall not start over.
     When wrong: machines that are preempted without notice; a disk that must be written rarely.
     Override: checkpoint_minutes=N, checkpoint_steps=N or checkpoint_epochs=N; a slow save does not change your value.
     Sources: Young 1974, Daly 2006; cost of saves measured on a 2-core machine.

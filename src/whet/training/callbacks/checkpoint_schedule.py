@@ -21,6 +21,8 @@ MAX_SAVE_SHARE = 0.01
 """Maximum fraction of time spent on saving, unless the user sets the interval."""
 MEAN_SECONDS_BETWEEN_FAILURES = 24 * 3600.0
 """The mean time between failures, in seconds, that Young's formula assumes."""
+FIRST_SECONDS = 30.0
+"""The first interval of a session. Each save doubles it, so that a young run that is killed loses little too."""
 RETRY_SECONDS = 60.0
 """Maximum number of seconds before a failed save is tried again."""
 _BASELINE_STEPS = 64
@@ -81,9 +83,20 @@ class SaveInterval:
         self._is_fixed = plan.settings["checkpoint_minutes"].source == "you"
         self._least = plan.checkpoint_minutes * 60.0
         self._clock = clock
-        self.interval = self._least
-        """The current interval between saves in seconds."""
+        self._cost: float | None = None
+        """The cost of the last save in seconds of training; None before the first one."""
+        self._num_intervals = 0
         self._due_at = clock() + self.interval
+
+    @property
+    def interval(self) -> float:
+        """The current interval between saves in seconds."""
+        if self._is_fixed:
+            return self._least
+        first = FIRST_SECONDS * 2.0 ** max(0, min(self._num_intervals, 20) - 1)
+        if self._cost is None:
+            return min(self._least, first)
+        return max(min(best_interval(self._cost, least=self._least), first), self._cost / MAX_SAVE_SHARE)
 
     def is_due(self, step: int, *, epochs_done: int | None) -> SaveDue:
         """Return whether a checkpoint is due after this step. `epochs_done` is None unless the step ended an epoch."""
@@ -95,14 +108,14 @@ class SaveInterval:
 
     def restart(self) -> None:
         """Restart the interval, after a save has begun or was skipped because another one is still running."""
+        self._num_intervals += 1
         self._due_at = self._clock() + self.interval
 
     def learn(self, cost: float) -> None:
         """Adapt the interval to the cost of a save in seconds of training, unless the user set the interval."""
-        if not self._is_fixed:
-            began = self._due_at - self.interval
-            self.interval = best_interval(cost, least=self._least)
-            self._due_at = began + self.interval
+        began = self._due_at - self.interval
+        self._cost = cost
+        self._due_at = began + self.interval
 
     def retry_after(self, step: int) -> str:
         """Schedule another attempt after a failed save. Return a description of when it takes place, for the log."""
