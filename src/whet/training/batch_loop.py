@@ -27,6 +27,7 @@ from whet.training.run_context import RunContext
 from whet.training.state_check import check_first_step, state_is_unchecked
 from whet.training.tune import tune_first_step
 
+_NOTHING = contextlib.nullcontext()
 _ALL_DONE = "all steps of this session are done"
 MAX_ROLLBACKS = 40
 """Maximum number of rollbacks in one session, by the NaN guard and callbacks together.
@@ -47,6 +48,8 @@ class BatchLoop:
         self.has_begun = False
         """Whether the first batch has been read."""
         self._is_unchecked = state_is_unchecked(run)
+        self._names: dict[tuple[str | None, int], str] = {}
+        """Names of optimizers that `step` has been asked for, by its arguments."""
         self._is_tuned = False
         """Whether the first step has measured its plan, or has found that no measurement is needed."""
         self._sync = RankSync(run.group)
@@ -179,7 +182,7 @@ class BatchLoop:
     def step(self, loss: BatchLoss, batch: GlobalBatch, *, optimizer: str | None, every: int) -> None:
         """Run one optimizer step. `optimizer` selects one of several by name; it steps on every `every`-th batch."""
         run, state = self.run, self.state
-        name = checks.optimizer_name(run.config.optimizers, optimizer, every)
+        name = self._checked_name(optimizer, every)
         if self.steps.is_rolled_back and batch is self.steps.batch:
             # A step of another optimizer on this batch has caused a rollback: the batch will be repeated.
             return
@@ -190,12 +193,11 @@ class BatchLoop:
         number = state.step + 1
         if not loss.is_observed and run.unsaved_state is not None:
             run.unsaved_state.add_loss(loss.function)
-        checks.check_no_closure(run.steppers[name].optimizer)
         if not run.model.training:
             raise checks.eval_mode_error(number)
         run.rng.enter_step()
         try:
-            with run.group.stall_detector.working(f"step {number:,}"):
+            with self._working(number):
                 run.executor.prepare(loss, batch, number=number, optimizer=name)
                 if number % every:
                     self.steps.skip(name)
@@ -223,6 +225,21 @@ class BatchLoop:
         self.steps.add(name, outcome)
         self._finish_if_complete()
 
+    def _checked_name(self, optimizer: str | None, every: int) -> str:
+        """Return the name of the optimizer to step. Raise UsageError if it is unknown or cannot step here."""
+        is_plain = type(every) is int and isinstance(optimizer, str | None)
+        known = self._names.get((optimizer, every)) if is_plain else None
+        if known is None:
+            known = checks.optimizer_name(self.run.config.optimizers, optimizer, every)
+            checks.check_no_closure(self.run.steppers[known].optimizer)
+            self._names[optimizer, every] = known
+        return known
+
+    def _working(self, step: int) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the stall detector expects progress. A single process waits for nobody."""
+        group = self.run.group
+        return _NOTHING if group.is_single_process else group.stall_detector.working(f"step {step:,}")
+
     def _finish_if_complete(self) -> None:
         """Count the batch as complete once every optimizer has had its turn."""
         if len(self.run.steppers) == 1 or self.steps.has_visited(self.run.steppers.keys()):
@@ -249,7 +266,7 @@ class BatchLoop:
         self._is_in_step = True
         run.rng.enter_step()
         try:
-            with run.group.stall_detector.working(f"step {number:,}"), run.device.compute_context(is_step=True):
+            with self._working(number), run.device.compute_context(is_step=True):
                 yield (micro if micro.is_on_device else micro.map_tensors(run.device.put)).data
         finally:
             run.rng.leave_step()
@@ -292,7 +309,7 @@ class BatchLoop:
         run.rates.after_step(is_last_of_epoch=steps.batch.is_last_of_epoch, stepped=steps.names)
         # Callbacks may read the losses of earlier steps and so wait for the device; let the stall detector cover them
         # too.
-        with run.group.stall_detector.working(f"step {state.step:,}"):
+        with self._working(state.step):
             action = run.callbacks.after_step(state, outcome)
             if action is not Action.NONE:
                 run.pending |= action
