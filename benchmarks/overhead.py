@@ -1,12 +1,14 @@
-"""Overhead of whet: Session and train() compared with a bare PyTorch loop, interleaved step by step.
+"""Overhead of whet: Session and train() compared with a bare PyTorch loop, interleaved in one process.
 
-    python benchmarks/overhead.py [--rounds 20] [--steps 200] [--milliseconds 5]
+    python benchmarks/overhead.py [--rounds 20] [--steps 200] [--milliseconds 5] [--block 8]
 
-Before each step of whet, a bare loop runs one on its own model, so that both see the same state of the machine. The
-time of whet's step ends when the next step begins: set-up does not count, everything between steps does. In each round
-a second bare loop takes the place of whet as well, which measures the cost of the position itself; it is subtracted.
-The tables show the median over rounds and its 95 % bootstrap interval. Session and train() also run with a callback of
-the user's, which has a method for each step; whet's own callbacks are always there.
+A bare loop and whet take turns, each with its own model: so many steps of one, then so many of the other. The first
+step of each turn is left out, because the other loop has just used the processor's caches. With `--block 1` every step
+is such a step, and both loops run with cold caches. The time of whet's step ends when the next step begins: set-up
+does not count, everything between steps does. In each round a second bare loop takes the place of whet as well, which
+measures the cost of the position itself; it is subtracted. The tables show the median over rounds and its 95 %
+bootstrap interval. Session and train() also run with a callback of the user's, which has a method for each step; whet's
+own callbacks are always there.
 
 The ratios are of elapsed time, without the slowest tenth of each side's steps. The overhead of a tiny step is CPU time
 of the thread that trains, which other programs disturb less than elapsed time: the mean over all steps but the first
@@ -15,13 +17,13 @@ tenth, so that the event log and everything else that runs now and then counts.
 
 import argparse
 import copy
-import itertools
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,52 +49,76 @@ class BareLoop:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         self._x, self._y = x, y
+        self._batches = torch.from_numpy(epoch_order(len(x), seed=0, epoch=0)).split(BATCH)
+        self.num_steps = 0
 
-    def steps(self, loss_of: Loss | None = None) -> Iterator[None]:
-        """Run one step per iteration."""
-        model, optimizer, x, y = self.model, self.optimizer, self._x, self._y
-        order = torch.from_numpy(epoch_order(len(x), seed=0, epoch=0))
-        for rows in itertools.cycle(order.split(BATCH)):
-            optimizer.zero_grad()
-            inputs, targets = x[rows], y[rows]
-            loss = loss_of(inputs, targets) if loss_of else nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            yield
+    def step(self, loss_of: Loss | None = None) -> None:
+        rows = self._batches[self.num_steps % len(self._batches)]
+        self.num_steps += 1
+        self.optimizer.zero_grad()
+        inputs, targets = self._x[rows], self._y[rows]
+        loss = loss_of(inputs, targets) if loss_of else nn.functional.cross_entropy(self.model(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
 
 
 class InterleavedLoss:
-    """A loss function that runs a step of the bare loop first, and records when both began.
+    """A loss function that runs `block` steps of the bare loop before every `block`-th of its own, and times all.
 
     It is registered with the session, which would warn of state and of an optimizer that it does not know.
     """
 
-    def __init__(self, model: nn.Module, bare: BareLoop, clock: Clock) -> None:
+    def __init__(self, model: nn.Module, bare: BareLoop, clock: Clock, block: int) -> None:
         self.optimizer = bare.optimizer
         self._model = model
-        self._bare_steps = bare.steps()
+        self._bare = bare
         self._clock = clock
+        self._block = block
+        self._ended: list[float] = []
+        """When each step before a call had ended."""
         self._begun: list[float] = []
-        self._done: list[float] = []
+        """When each step began, after the steps of the bare loop."""
+        self._bare_seconds: list[list[float]] = []
+        """The times of the bare steps before each call."""
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        times = [self._clock()]
+        if len(self._begun) % self._block == 0:
+            for _ in range(self._block):
+                self._bare.step()
+                times.append(self._clock())
+        self._ended.append(times[0])
+        self._bare_seconds.append([end - start for start, end in pairwise(times)])
         self._begun.append(self._clock())
-        next(self._bare_steps)
-        self._done.append(self._clock())
         return nn.functional.cross_entropy(self._model(x), y)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        """Return everything that a call changes."""
+        return {
+            "model": self._bare.model.state_dict(),
+            "optimizer": self._bare.optimizer.state_dict(),
+            "ended": self._ended,
+            "begun": self._begun,
+            "bare": self._bare_seconds,
+            "num_steps": self._bare.num_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert not state
+        self._ended, self._begun, self._bare_seconds = state["ended"], state["begun"], state["bare"]
+        self._bare.num_steps = state["num_steps"]
+        self._bare.model.load_state_dict(state["model"])
+        self._bare.optimizer.load_state_dict(state["optimizer"])
 
     def seconds(self, steps: int) -> tuple[list[float], list[float]]:
-        """Return the seconds of the bare steps and of ours, without the calls that measured the memory of a sample."""
-        begun, done = self._begun[-steps:], self._done[-steps:]
-        theirs = [end - start for start, end in zip(begun, done, strict=True)]
-        ours = [following - end for end, following in zip(done, begun[1:], strict=False)]
+        """Return the seconds of the bare steps and of ours in the last `steps` calls."""
+        first = len(self._begun) - steps
+        theirs, ours = [], []
+        for number in range(first, len(self._begun)):
+            skipped = self._block > 1 and bool(self._bare_seconds[number])
+            theirs += self._bare_seconds[number][int(skipped) :]
+            if number + 1 < len(self._begun) and not skipped:
+                ours.append(self._ended[number + 1] - self._begun[number])
         return theirs, ours
 
 
@@ -113,8 +139,9 @@ def make_model(width: int) -> nn.Module:
 
 
 def run_bare(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, _: Path, loss_of: InterleavedLoss) -> None:
-    for _ in itertools.islice(BareLoop(model, x, y).steps(loss_of), steps):
-        pass
+    loop = BareLoop(model, x, y)
+    for _ in range(steps):
+        loop.step(loss_of)
 
 
 class LossHistory(whet.Callback):
@@ -210,10 +237,10 @@ def width_for(milliseconds: float, x: torch.Tensor, y: torch.Tensor) -> int:
     """Return the width at which a bare step takes about `milliseconds`."""
     width = 64
     while width < 4_096:
-        loop, times = BareLoop(make_model(width), x, y).steps(), []
+        loop, times = BareLoop(make_model(width), x, y), []
         for _ in range(12):
             begun = time.perf_counter()
-            next(loop)
+            loop.step()
             times.append(time.perf_counter() - begun)
         if statistics.median(times) * 1e3 >= milliseconds:
             break
@@ -234,6 +261,7 @@ def measure(
     *,
     rounds: int,
     steps: int,
+    block: int,
     clock: Clock,
     mean: Callable[[list[float]], float],
 ) -> dict[str, list[tuple[float, float]]]:
@@ -244,7 +272,7 @@ def measure(
         for number in range(rounds + 1):
             for name in list(VARIANTS) if number % 2 else list(VARIANTS)[::-1]:
                 model = copy.deepcopy(first)
-                turns = InterleavedLoss(model, BareLoop(copy.deepcopy(first), x, y), clock)
+                turns = InterleavedLoss(model, BareLoop(copy.deepcopy(first), x, y), clock, block)
                 VARIANTS[name](model, x, y, steps, Path(folder) / f"{number}-{name}", turns)
                 if number:  # the first round warms up
                     theirs, ours = turns.seconds(steps)
@@ -257,6 +285,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(1), default=20)
     parser.add_argument("--steps", type=at_least(2), default=200)
     parser.add_argument("--milliseconds", type=float, default=5.0)
+    parser.add_argument("--block", type=at_least(1), default=8, help="steps of one loop before the other's turn")
     given = parser.parse_args()
     torch.set_num_threads(1)
     # Tiny steps are timed twice as often, so that periodic work is included.
@@ -264,9 +293,17 @@ def main() -> None:
     y = torch.randint(0, 10, (len(x),))
     width = width_for(given.milliseconds, x, y)
     seconds = measure(
-        width, x, y, rounds=given.rounds, steps=given.steps, clock=time.perf_counter, mean=without_slowest
+        width,
+        x,
+        y,
+        rounds=given.rounds,
+        steps=given.steps,
+        block=given.block,
+        clock=time.perf_counter,
+        mean=without_slowest,
     )
-    print(f"{given.rounds} rounds of {given.steps} steps, width {width}, one thread, torch {torch.__version__}")
+    size = f"{given.rounds} rounds of {given.steps} steps in turns of {given.block}, width {width}"
+    print(f"{size}, one thread, torch {torch.__version__}")
     print(f"{'variant':24} {'ms per step':>12} {'ratio to the bare loop':>24} {'95 % interval':>18}")
     for name, times in seconds.items():
         ratios = [
@@ -277,7 +314,16 @@ def main() -> None:
         ours = statistics.median(ours for _, ours in times) * 1e3
         print(f"{name:24} {ours:12.3f} {statistics.median(ratios):24.4f}    {low:.4f} to {high:.4f}")
 
-    seconds = measure(8, x, y, rounds=given.rounds, steps=2 * given.steps, clock=time.thread_time, mean=without_first)
+    seconds = measure(
+        8,
+        x,
+        y,
+        rounds=given.rounds,
+        steps=2 * given.steps,
+        block=given.block,
+        clock=time.thread_time,
+        mean=without_first,
+    )
     print("\noverhead of a tiny step over the bare loop, in CPU time")
     for name in OURS:
         more = [
