@@ -79,7 +79,7 @@ def test_averaged_weights_are_loaded_and_named(tmp_path: Path, capsys: pytest.Ca
     average = whet.load(result, net())
     assert "averaged weights (EMA) of step 8" in capsys.readouterr().err
     assert not same(average, model)
-    assert same(whet.load(result, net(), ema=False), model)
+    assert same(whet.load(result, net(), "last", ema=False), model)
     assert capsys.readouterr().err == ""
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import whet
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.training.callbacks.progress_line import ProgressLine, WarningPrinter
+from whet.training.callbacks.progress_line import ProgressLine, SessionPrinter, resume_message
 
 pytestmark = pytest.mark.torch
 
@@ -243,16 +243,54 @@ def test_a_session_prints_its_first_skipped_step(tmp_path: Path, capfd: pytest.C
     session = whet.Session(model, sgd(model), loader(x, y, batch_size=4), run=tmp_path / "run")
     run_loop(session, nn.functional.cross_entropy)
     assert session.is_finished
-    (line,) = capfd.readouterr().err.splitlines()
+    # Two steps were bad; the second is not printed.
+    start, rollback, line, end = capfd.readouterr().err.splitlines()
+    assert start.startswith("whet: starts, 16 steps; on_event=")
+    assert rollback == "whet: rolled back to step 0: step 2: the loss is nan"
+    assert end.startswith("whet: 1 epoch done at step 16; whet report ")
     assert line.startswith("whet: step 2 is skipped: the loss is nan; x has NaN or Inf in 1 of 4 samples")
     assert line.endswith('(on_event="line" prints more)')
 
 
 def test_other_events_are_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    handler = WarningPrinter()
+    handler = SessionPrinter()
     handler("step", {"step": 1, "loss": 1.0})
     handler("spike", {"step": 1, "reason": "high", "samples": []})
     assert capfd.readouterr().err == ""
+
+
+def test_a_session_says_how_it_starts_resumes_and_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    data = torch.randn(64, 4), torch.randint(0, 2, (64,))
+
+    def lines(epochs: int, stop_at: int | None = None) -> list[str]:
+        model = nn.Linear(4, 2)
+        options: dict[str, Any] = {"epochs": epochs, "run": tmp_path / "run", "global_batch_size": 16}
+        with whet.Session(model, sgd(model), data, **options) as session:
+            for batch in session:
+                session.step(nn.functional.cross_entropy, batch)
+                if session.due("evaluate"):
+                    session.log(accuracy=0.5, top5=0.9)
+                if session.progress.step == stop_at:
+                    break
+        return capfd.readouterr().err.splitlines()
+
+    start, goal, stopped = lines(3, stop_at=6)
+    assert start == 'whet: starts, 12 steps; on_event="line" shows the plan and a progress line'
+    assert goal == 'whet: no goal, so the best weights are not kept; goal="accuracy" keeps them'
+    assert stopped.startswith("whet: ")
+    assert stopped.endswith("at step 6; the same program resumes")
+    resumed, _, end = lines(3)
+    assert resumed.startswith("whet: resumes from step 6, session state restored exactly")
+    assert end.startswith("whet: all 3 epochs done at step 12")
+    (again,) = lines(3)
+    assert again == "whet: all 3 epochs done at step 12"
+
+
+def test_a_resume_before_the_first_checkpoint_starts_again() -> None:
+    fields = {"step": 0, "exactness": "bit-exact"}
+    assert resume_message(fields, total=9) == "starts again from step 0: it ended before its first checkpoint"
+    assert resume_message({**fields, "step": 3}, total=9) == "resumes from step 3, bit-exact"
 
 
 # --- loss spikes -----------------------------------------------------------------------------------------------------

@@ -82,6 +82,10 @@ def load(
         return model
     snapshot, step = read_checkpoint(path, checkpoint=str(which))
     restore_model(snapshot, inner, use_average=ema, with_memory=False)
+    if which == "best" and snapshot.facts["progress"]["progress"]["best_step"] is None:
+        ProgressLine("load").print_line(
+            f'load: the last weights, of step {step:,}: the run had no goal; goal="val_loss" in training keeps the best'
+        )
     if ema and has_average(snapshot):
         ProgressLine("load").print_line(
             f"load: averaged weights (EMA) of step {step:,}; ema=False loads the weights without averaging"

@@ -36,7 +36,7 @@ from whet.training import checks, intercept
 from whet.training.batch_loop import BatchLoop
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.progress_line import WarningPrinter, is_notebook
+from whet.training.callbacks.progress_line import SessionPrinter, is_notebook
 from whet.training.end_reason import describe_end
 from whet.training.evaluator import Evaluate, LossEvaluation, use_best_weights
 from whet.training.failed_layer import note_failed_layer
@@ -145,7 +145,7 @@ class Session:
         hint = 'goal="val_loss" and session.log(val_loss=...)'
         checks.check_goal_is_evaluated(keywords.training, goal=goal, hint=hint)
         config = make_run_config(model, optimizer, data, keywords)
-        self._use_config(replace(config, is_custom_loop=True, on_event=config.on_event or WarningPrinter()))
+        self._use_config(replace(config, is_custom_loop=True, on_event=config.on_event or SessionPrinter()))
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:

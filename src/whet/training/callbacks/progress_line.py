@@ -188,6 +188,8 @@ _NOTABLE_SLOWDOWN = 1.5
 
 _ATTENTION_KINDS = ("warning", "skip", "pressure")
 """Kinds of events that are printed even without a progress line."""
+_NO_METRICS = ("step", "time")
+"""Numbers in the event of an evaluation that are no metrics."""
 _MAX_QUESTION, _MAX_ANSWER = 70, 100
 """Maximum number of characters of a sample's input and output to show."""
 
@@ -202,6 +204,8 @@ class ProgressLine:
         self._screen = open_screen(stream, sys.stderr or io.StringIO())
         self._total: int | None = None
         self._goal: str | None = None
+        self._asks_for_goal = False
+        """Whether the next evaluation is the first one of a run that could keep its best weights."""
         self._optimizers: list[str] = []
         self._metrics: dict[str, float] = {}
         self._estimate: str | None = None
@@ -245,6 +249,7 @@ class ProgressLine:
     def _on_settings(self, fields: dict[str, Any]) -> None:
         """Print the header: machine, workload, plan and estimated time."""
         path = fields.get("path")
+        self._asks_for_goal = path is not None
         lines = summary_lines(
             fields["plan"],
             width=self._screen.width,
@@ -261,14 +266,7 @@ class ProgressLine:
 
     def _on_resume(self, fields: dict[str, Any]) -> None:
         self._on_start(fields)
-        step = f"step {fields['step']:,}"
-        if fields.get("rollback_reason"):
-            self.print_line(f"{self._name}: rolled back to {step}: {fields['rollback_reason']}")
-        elif self._total is not None and fields["step"] >= self._total:
-            self.print_line(f"{self._name}: all {self._total:,} steps are done")
-        else:
-            exactness = f", {fields['exactness']}" if fields.get("exactness") else ""
-            self.print_line(f"{self._name}: resumes from {step}{exactness}")
+        self.print_line(f"{self._name}: {resume_message(fields, total=self._total)}")
         for problem in fields.get("rejected") or ():
             self.print_line(f"{self._name}: rejected a checkpoint: {problem}")
         if fields.get("lost_steps"):
@@ -280,6 +278,9 @@ class ProgressLine:
         Print them if lines stay visible; print sample outputs on any screen.
         """
         self._metrics = {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
+        if self._asks_for_goal and self._goal is None and (message := no_goal_message(fields)) is not None:
+            self.print_line(f"{self._name}: {message}")
+        self._asks_for_goal = False
         answer = _sample_answer(fields)
         if self._screen.is_lasting:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
@@ -451,14 +452,64 @@ def _sample_answer(fields: dict[str, Any]) -> str:
     return f"{question}  ->  {answer[:_MAX_ANSWER]}{' ...' if len(answer) > _MAX_ANSWER else ''}"
 
 
-class WarningPrinter:
-    """The event handler for a session that has none: prints the first problem of each kind to standard error."""
+class SessionPrinter:
+    """The event handler for a session that has none: prints a few lines, and no progress line.
+
+    A line that is redrawn would mix with what the user's loop prints. There is one line each for the start or the
+    resume, for a missing goal, for the end, and for the first problem of each kind.
+    """
 
     def __init__(self) -> None:
         self._printed: set[str] = set()
+        self._where = ""
+        self._has_goal = self._has_folder = False
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind in (*_ATTENTION_KINDS, "oom") and kind not in self._printed and sys.stderr is not None:
-            self._printed.add(kind)
-            message = f'whet: {_message(kind, fields)} (on_event="line" prints more)'
-            PlainScreen(sys.stderr).print_line(message)
+        line, topic = self._line(kind, fields), "rollback" if fields.get("rollback_reason") else kind
+        if line is not None and topic not in self._printed and sys.stderr is not None:
+            self._printed.add(topic)
+            PlainScreen(sys.stderr).print_line(f"whet: {line}")
+
+    def _line(self, kind: str, fields: dict[str, Any]) -> str | None:
+        if kind == "settings":
+            path = fields.get("path")
+            self._has_folder = path is not None
+            self._where = "" if path is None else f"; whet report {shell_path(path)} shows the run"
+        elif kind in ("start", "resume"):
+            self._has_goal = fields.get("goal") is not None
+            total = fields.get("total_steps")
+            if kind == "resume":
+                # The line about the end says that all steps are done.
+                is_done = total is not None and fields["step"] >= total
+                return None if is_done else resume_message(fields, total=total)
+            steps = "starts" if total is None else f"starts, {total:,} steps"
+            return f'{steps}; on_event="line" shows the plan and a progress line'
+        elif kind == "eval" and not self._has_goal and self._has_folder:
+            return no_goal_message(fields)
+        elif kind == "end":
+            if fields["state"] == "stopped":
+                return f"{fields['reason']}, at step {fields['step']:,}; the same program resumes"
+            return f"{fields['reason']} at step {fields['step']:,}{self._where}" if fields["state"] == "done" else None
+        elif kind in (*_ATTENTION_KINDS, "oom"):
+            return f'{_message(kind, fields)} (on_event="line" prints more)'
+        return None
+
+
+def resume_message(fields: dict[str, Any], *, total: int | None) -> str:
+    """Return the message for the "resume" event of a run with `total` steps."""
+    step = f"step {fields['step']:,}"
+    if fields.get("rollback_reason"):
+        return f"rolled back to {step}: {fields['rollback_reason']}"
+    if total is not None and fields["step"] >= total:
+        return f"all {total:,} steps are done"
+    if fields["step"] == 0:
+        return "starts again from step 0: it ended before its first checkpoint"
+    return f"resumes from {step}" + (f", {fields['exactness']}" if fields.get("exactness") else "")
+
+
+def no_goal_message(fields: dict[str, Any]) -> str | None:
+    """Return the message for the first evaluation of a run without a goal; None if it has no metric to choose."""
+    names = [name for name, value in fields.items() if name not in _NO_METRICS and isinstance(value, int | float)]
+    if not names:
+        return None
+    return f'no goal, so the best weights are not kept; goal="{names[0]}" keeps them'
