@@ -117,7 +117,7 @@ def test_one_run_as_markdown(runs: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert lines[-1] == "```"
 
 
-def test_nothing_ends_the_block_of_a_markdown_page() -> None:
+def test_text_cannot_close_the_markdown_code_block() -> None:
     nasty = "![x](http://evil.example/p.png) @everyone `a`\n```\n# c \x1b[2J"
     lines = markdown_page(nasty, nasty).splitlines()
     assert lines[2] == "```text"

@@ -319,7 +319,7 @@ def test_a_batch_that_cannot_be_sent_is_named() -> None:
         run_batches(loader, workers=1)
 
 
-def test_what_spawned_workers_cannot_get_is_named(tmp_path: Path) -> None:
+def test_an_unpicklable_collate_fn_with_spawned_workers_is_an_error(tmp_path: Path) -> None:
     loader = DataLoader(PAIRS, batch_size=6, collate_fn=lambda samples: default_collate(samples))
     with pytest.raises(UsageError, match="cannot be sent to workers"):
         run_batches(loader, workers=1, overrides={"worker_start_method": "spawn"}, run=tmp_path / "run")

@@ -257,7 +257,7 @@ def test_a_resume_with_changed_data_is_refused(life: FaultRuns) -> None:
     assert "the data is not what the run was started with" in errors
 
 
-def test_a_worker_lost_while_data_is_looked_at_forbids_no_resume(life: FaultRuns, undisturbed: str) -> None:
+def test_a_worker_killed_during_fingerprinting_does_not_prevent_a_resume(life: FaultRuns, undisturbed: str) -> None:
     run = life.folder / "looked"
     harm = {"sample": 0, "how": "SIGKILL", "times": 1, "mark": str(life.folder / "mark")}
     life.end(run, stop_at={"3": "SIGTERM"}, harm=harm)

@@ -126,7 +126,7 @@ def test_another_torch_version_may_lack_attributes(fake_torch):
         ("raise Exception('x' * 100000)", "Exception: xxx"),
     ],
 )
-def test_a_torch_that_fails_is_an_error_of_one_line(fake_torch, source, says):
+def test_a_broken_torch_gives_a_one_line_error(fake_torch, source, says):
     fake_torch(source)
     facts = query_torch().facts()
     assert says in facts.error

@@ -171,7 +171,7 @@ def test_runs_are_listed_with_their_kind(server: Served, runs: Path) -> None:
     assert CANARY not in json.dumps(answer)
 
 
-def test_a_run_its_events_and_a_comparison(server: Served) -> None:
+def test_the_api_serves_a_run_its_events_and_a_comparison(server: Served) -> None:
     view = server.request(f"/api/runs/{run_id('good')}")
     assert view.json()["step"] == 50
     tagged = {"If-None-Match": view.headers["etag"]}

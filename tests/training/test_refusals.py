@@ -111,7 +111,7 @@ NEVER = [
     ({"overrides": {"micro_bach": 3}}, "no such setting"),
     ({"overrides": {"attention": "own"}}, "attention|a different"),
     ({"overrides": {"attention": "whet"}}, "cpu has no such attention kernel|a different attention"),
-    ({"overrides": {"norms": "whet"}}, "cpu has no norm kernels|a different norms"),
+    ({"overrides": {"norms": "whet"}}, "whet has no norm kernels for cpu|a different norms"),
     ({"overrides": {"layout": "channels_last"}}, "channels_last|a different"),
     ({"micro_batch": 4}, "setting of the plan"),
     ({"model": normalized, "overrides": {"micro_batch": 4}}, "micro_batch=4 would change what is trained|a different"),

@@ -241,7 +241,7 @@ def test_a_stop_request_ends_a_pause() -> None:
     policy=st.sampled_from(sorted(PLANS)),
     life=st.lists(st.tuples(readings, st.floats(0.5, 60), st.sampled_from([0.1, 0.13, 0.2, 0.9])), max_size=60),
 )
-def test_any_simulated_sequence_changes_at_most_once_in_30_seconds_and_every_pause_ends(policy, life) -> None:
+def test_the_thermal_state_changes_at_most_once_in_30_seconds_and_every_pause_ends_simulated(policy, life) -> None:
     stage, share_changes = Stage(policy), {}
     for reading, seconds, step_seconds in life:
         stage.live(reading, seconds=seconds, step_seconds=step_seconds)

@@ -167,7 +167,7 @@ def recorded_batch_size(
         before, now = (", ".join(f"{rate:g}" for rate in rates) for rates in (chosen.base_rates, base_rates))
         raise UsageError(
             f"{where} was made with a different lr",
-            got=f"lr={now}; it was given lr={before}, and has {chosen.rates[0]:.3g} at batch {chosen.batch}",
+            got=f"lr={now}; it was given lr={before}, scaled to {chosen.rates[0]:.3g} for batch {chosen.batch}",
             try_=f"lr={before} to resume, or another run folder for a new run",
         )
     return chosen

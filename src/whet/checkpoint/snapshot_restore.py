@@ -244,7 +244,7 @@ def _restore_others(
     if saved.keys() != others.keys():
         raise WhetError(
             "the checkpoint was made with different optimizers",
-            got=f"{', '.join(others) or 'one'}; the checkpoint has {', '.join(saved) or 'one'} besides the first",
+            got=f"besides the first: {', '.join(others) or 'none'}; in the checkpoint: {', '.join(saved) or 'none'}",
             try_="the optimizers the run was started with, in their order",
         )
     for name, (other, scaler) in others.items():

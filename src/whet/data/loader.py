@@ -54,7 +54,9 @@ def with_loader_options(data: Any, options: Mapping[str, Any]) -> dict[str, Any]
             )
     if given.get("collate_fn") is not None:
         raise UsageError(
-            "the DataLoader has a collate function", got="collate_fn=", try_="DataLoader(..., collate_fn=...)"
+            "collate_fn= does not apply to a DataLoader",
+            got="collate_fn= with a DataLoader",
+            try_="DataLoader(..., collate_fn=...)",
         )
     generator = data.generator or getattr(data.sampler, "generator", None)
     if isinstance(generator, torch.Generator) and not given.get("seed"):

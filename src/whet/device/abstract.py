@@ -146,7 +146,7 @@ class AbstractDevice(ABC):
                 try_="attention=" + " or ".join(("torch", *self.attention_kernels)),
             )
         if norms == "whet" and not self.has_whet_norms:
-            raise UsageError(f"{self.kind} has no norm kernels of whet", got="norms=whet", try_="norms=torch")
+            raise UsageError(f"whet has no norm kernels for {self.kind}", got="norms=whet", try_="norms=torch")
 
     def check_loss_scaling(self, optimizer: Optimizer) -> None:
         """Raise UsageError if this optimizer gives wrong results with loss scaling on this device."""

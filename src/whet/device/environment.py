@@ -88,7 +88,7 @@ def compiler_settings() -> dict[str, object]:
     settings: dict[str, object] = dict(env.with_prefix(*_COMPILER_PREFIXES))
     for name in _COMPILER_CONFIGS:
         if (module := sys.modules.get(name)) is not None:
-            # codegen_config() lists options as well that torch itself has set to their defaults (torch 2.13).
+            # Not codegen_config(): it also lists options that torch itself has set to their defaults (torch 2.13).
             defaults = {option: entry.default for option, entry in module._config.items()}
             current = module.get_config_copy().items()
             settings |= {f"{name}.{option}": repr(value) for option, value in current if value != defaults.get(option)}

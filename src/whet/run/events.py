@@ -285,7 +285,7 @@ def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         record = strict_json.to_plain(record)
     except TypeError as error:
         what = f"cannot write a {record['kind']} event"
-        raise WhetError(what, got=str(error), try_="numbers, text, lists and maps of them") from None
+        raise WhetError(what, got=str(error), try_="numbers, strings, lists and dicts of them") from None
     return record, strict_json.encode(record).encode()
 
 

@@ -121,7 +121,7 @@ class Checkpointer:
         if urgency == "last" or self._writer.step != step:
             self.collect(wait=True)
         if self._as_rank_zero(step not in (self._saved_step, self._writer.step)):
-            # A GPU can fail without raising an error, and its memory would then be saved as garbage.
+            # A GPU can fail without raising an error. Check first, so that corrupt memory is not saved.
             run.device.monitor.check(wait=True)
             self._begin_write(self.take_snapshot(), urgency=urgency, start=start)
             if urgency != "last":

@@ -75,8 +75,8 @@ class LocalPreparedStep:
         self._reading = bench.read_batches(built.source)
         self._compiled = CompiledCalls(bench.model, built.plan) if built.plan.compile != "off" else None
         self._number = 0
-        # A learning rate of 0 preserves the arithmetic of the update but not its effect: diverging weights could become
-        # denormal numbers, which are slow to compute with.
+        # A learning rate of 0 preserves the arithmetic of the update but not its effect: repeated steps on the
+        # same batches could produce denormal numbers, which are slow to compute with.
         set_learning_rate(built.stepper.optimizer, 0.0, built.base_rates)
 
     def check(self, *, seconds: float) -> None:

@@ -132,7 +132,7 @@ def open_shipped(arguments: Mapping[str, Any], stream: IO[bytes]) -> Iterator[Lo
 def _check_first_loss(bench: LocalStepBench, expected: float) -> None:
     """Raise NotShippedError if the first loss differs from the parent's: the child would measure something else."""
     actual, plan = bench.first_loss(), bench.plan
-    # Kernels of a GPU may add in any order. Kernels of a CPU do not if the number of threads is the same.
+    # GPU kernels may sum in any order. CPU kernels sum in a fixed order for a given number of threads.
     bound = 0.0 if plan.device == "cpu" else PARITY_BOUNDS[plan.precision][0]
     if not math.isclose(actual, expected, rel_tol=bound):
         raise NotShippedError(f"its first loss is {actual:.9g} there and {expected:.9g} here")

@@ -111,7 +111,7 @@ def test_parameter_counts_are_exact(shape: dict[str, object]) -> None:
     assert sum(weights.numel() for weights in model.parameters()) == arch.num_parameters(60)
 
 
-def test_a_gpt_has_the_same_parameters_or_the_same_cost() -> None:
+def test_a_gpt_matches_the_parameters_or_the_compute_of_a_trm() -> None:
     trm = ChatArch(**PRESETS["tiny"], H_cycles=3, L_cycles=6, seq_len=512)
     same_size = trm.model_copy(update={"kind": "gpt", "match": "parameters"})
     same_cost = trm.model_copy(update={"kind": "gpt", "match": "compute"})

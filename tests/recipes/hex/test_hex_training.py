@@ -88,7 +88,7 @@ def test_training_improves_metrics_and_reports_them(whole: Path) -> None:
     assert open_run(whole).metadata["size"] == 4
 
 
-def test_in_three_sessions_it_ends_with_the_same_bits(place: Place, whole: Path) -> None:
+def test_training_in_three_sessions_is_bit_identical(place: Place, whole: Path) -> None:
     """Also restores a lost file for players: a kill may come between the folder and this file."""
     cut = place.folder / "runs" / "cut"
     for _ in range(3):

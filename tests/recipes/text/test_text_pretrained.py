@@ -184,7 +184,7 @@ def test_missing_packages_and_models_are_reported(model: Path, monkeypatch: pyte
             load_pretrained(model, classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.1, lora=4))
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "transformers", None)
-        with pytest.raises(UsageError, match="needs the extra text"):
+        with pytest.raises(UsageError, match="needs the 'text' extra"):
             load_pretrained(model, classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.1))
 
 

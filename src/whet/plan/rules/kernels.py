@@ -56,7 +56,7 @@ def choose_optimizer_kernels(context: RuleContext) -> Decision:
         return Decision(value="loop", reason=reason, evidence=evidence)
     built, kernels = context.workload.built_optimizer, context.workload.built_kernels
     if kernels and "fused" not in kernels:
-        # whet's own adam_atan2 uses lists everywhere. torch's default on MPS and CPU is a loop.
+        # whet's own adam_atan2 uses foreach on every device. torch's default on MPS and CPU is a loop.
         value = "foreach" if built == "adam_atan2" or device == "cuda" else "loop"
         reason = f"{built} has no fused kernels"
         return Decision(value=value, reason=reason, evidence={**evidence, "optimizer": built})

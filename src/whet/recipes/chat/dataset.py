@@ -319,5 +319,5 @@ def _check_file(folder: Path, name: str, *, size: int, sha256: str | None) -> No
     except OSError as error:
         raise WhetError(f"{path} cannot be read", got=error.strerror, try_="prepare the data again") from None
     if not is_intact:
-        got = f"{actual:,} bytes, not {size:,}" if actual != size else "another hash than in the manifest"
+        got = f"{actual:,} bytes, not {size:,}" if actual != size else "its hash differs from the manifest"
         raise WhetError(f"{path} is damaged", got=got, try_="prepare the data again")

@@ -294,7 +294,7 @@ TRM_FOLDER = Format("trm-folder", fits_openai, read_openai, records=read_trm_row
 
 
 def detect_format(path: Path) -> Format:
-    """Return the format that fits the most of the first records."""
+    """Return the format that matches the largest number of the first records."""
     first = list(islice(read_records(path), _NUM_DETECTED))
     objects = [record.value for record in first if isinstance(record.value, dict)]
     fitting = Counter(name for value in objects for name, item in FORMATS.items() if item.fits(value))

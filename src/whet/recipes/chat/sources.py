@@ -54,7 +54,7 @@ def find_files(path: Path, *, format_name: str = "auto") -> tuple[ConversationFi
         if not any(split == "train" for split, _ in files):
             raise UsageError(f"no training file in {path}", got="no train.json or train.jsonl", try_="a file")
     elif not path.exists():
-        raise UsageError("the conversations do not exist", got=path, try_="an existing file or folder")
+        raise UsageError("the data path does not exist", got=path, try_="an existing file or folder")
     elif not path.is_file():
         raise UsageError(
             "conversations are read twice, which needs a regular file", got=path, try_="copy the data to a file"

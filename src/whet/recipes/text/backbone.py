@@ -235,7 +235,7 @@ def import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise UsageError(
-            "a pretrained model needs the extra text", got=str(error), try_=f"{install_hint('text')}, or model=small"
+            "a pretrained model needs the 'text' extra", got=str(error), try_=f"{install_hint('text')}, or model=small"
         ) from None
     return transformers
 

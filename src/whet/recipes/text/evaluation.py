@@ -212,7 +212,7 @@ class Mistake(NamedTuple):
 
 
 def partial_metrics(model: "Classifier", micro_batches: Iterator[DictBatch], data: "TextData | None") -> dict[str, Any]:
-    """Return the sums over some texts as plain JSON. Each process evaluates its share of the split."""
+    """Return the summed loss, the scores and the worst mistakes of this process's texts, as plain JSON."""
     loss = 0.0
     scores: Scores | None = None
     mistakes: list[Mistake] = []
