@@ -105,7 +105,8 @@ def load_imported(model: nn.Module, tensors: dict[str, Tensor], *, where: Path) 
         hints = [f"{theirs!r} may be this model's {ours!r}" for ours, theirs in near.items() if theirs]
         raise UsageError(
             "the imported weights do not fit this model",
-            got=f"{len(missing)} missing ({', '.join(missing[:3]) or '-'}), {len(extra)} unknown ({', '.join(extra[:3]) or '-'})",
+            got=f"{len(missing)} missing ({', '.join(missing[:3]) or '-'}), "
+            f"{len(extra)} unknown ({', '.join(extra[:3]) or '-'})",
             try_="; ".join(hints) or f"a model with the names listed in {where / IMPORT_FILE}",
         )
     for name, target in wanted.items():
