@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
 NAMES = {
     "live": "live-run",
-    "live-dark": "live-run-dark",
     "evidence": "evidence",
     "compare": "comparison",
     "night-run": "at-night",
