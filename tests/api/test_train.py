@@ -72,6 +72,7 @@ def test_a_new_option_appears_in_the_signature(monkeypatch: pytest.MonkeyPatch) 
         ("batch_size", 3, "global_batch_size"),
         ("micro_batch", 8, "overrides={'micro_batch': 8}"),
         ("prefetch_factor", 2, "the plan decides how data is loaded"),
+        ("metrics", {}, 'evaluate=f, where f(model, batches) returns {"accuracy": 0.9}; goal="accuracy"'),
         ("zzz", 1, "help(whet.train)"),
     ],
 )
