@@ -144,6 +144,9 @@ class Recipe:
         """Return the assumptions that `describe` makes without data, one line each."""
         return ()
 
+    def check_installed(self, config: Any) -> None:
+        """Raise an error if a package is missing that training with this config needs. It runs without torch."""
+
     def explain_changed_data(
         self,
         error: DataChangedError,

@@ -102,7 +102,7 @@ def _describe_evaluation(error: BaseException) -> str | None:
 
 
 def _is_call_of(frame: FrameType, function: Callable[..., Any]) -> bool:
-    return frame.f_code is function.__code__  # type: ignore[attr-defined]
+    return frame.f_code is function.__code__
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
