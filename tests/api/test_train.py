@@ -72,6 +72,7 @@ def test_a_new_option_appears_in_the_signature(monkeypatch: pytest.MonkeyPatch) 
         ("batch_size", 3, "global_batch_size"),
         ("micro_batch", 8, "overrides={'micro_batch': 8}"),
         ("prefetch_factor", 2, "the plan decides how data is loaded"),
+        ("metrics", {}, 'evaluate=f, where f(model, batches) returns {"accuracy": 0.9}; goal="accuracy"'),
         ("zzz", 1, "help(whet.train)"),
     ],
 )
@@ -153,6 +154,27 @@ def test_training_a_model_imports_no_recipe() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1_000_000])
+def test_spawned_workers_of_a_program_without_a_main_guard_are_refused(tmp_path: Path, num_bytes: int) -> None:
+    """With a large dataset, Python would wait forever for a worker that has ended."""
+    (tmp_path / "own.py").write_text(
+        "import torch, whet\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        f"    blob = bytes({num_bytes})\n"
+        "    def __init__(self): self.content = bytes(self.blob)\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, index): return torch.ones(2)\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "whet.train(model, Rows(), loss=lambda x: model(x).mean(), global_batch_size=4, measure=False,\n"
+        "           optimizer=torch.optim.SGD(model.parameters(), lr=0.1),\n"
+        "           overrides={'workers': 1, 'worker_start_method': 'spawn'})\n"
+    )
+    ended = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == '  try: def main(): ... and if __name__ == "__main__": main()'
+    assert ended.stderr.count("try:") == 1
 
 
 def test_a_program_without_a_main_guard_says_so(tmp_path: Path) -> None:

@@ -134,6 +134,16 @@ def test_no_wait_exceeds_the_budget():
     assert failed.value.kind == "timeout"
 
 
+def test_a_start_that_the_budget_cuts_off_is_a_timeout():
+    with open_faulty_bench() as bench:
+        with pytest.raises(ProbeFailedError, match="SIGKILL"):
+            bench.prepare({"misdeed": "killed"}, seconds=PATIENCE_SECONDS)
+        bench.ends_at = bench.clock()
+        with pytest.raises(ProbeFailedError, match="could not start: no response after 0 s") as failed:
+            bench.prepare({}, seconds=PATIENCE_SECONDS)
+    assert failed.value.kind == "timeout"
+
+
 def test_infinite_budget_is_valid():
     with open_faulty_bench() as bench:
         bench.ends_at = math.inf

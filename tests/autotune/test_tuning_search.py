@@ -283,6 +283,17 @@ def test_simulated_search_does_not_list_tried_settings_as_skipped() -> None:
     assert "precision=bf16" not in left_out
 
 
+def test_spent_budget_is_given_as_the_reason_for_no_final_comparison() -> None:
+    """The last preparation takes longer than before, as if a process had to be started again."""
+    bench = SimulatedStepBench(PLAN, lambda p: 0.02 if p.optimizer_kernels == "loop" else 0.05)
+    bench.preparation = lambda _plan: 60.0 if bench.prepared.count({}) == 2 else 0.2
+    actual = search(PLAN, bench, budget_seconds=15)
+    assert bench.now >= 15
+    assert actual.settings == {"optimizer_kernels": "loop"}
+    assert "the budget of 15 s was spent before a final comparison, which 30 s would allow" in actual.summary[0]
+    assert "failed" not in actual.summary[0]
+
+
 def test_slow_start_of_a_simulated_machine_is_given_as_the_reason() -> None:
     bench = SimulatedStepBench(PLAN, lambda _plan: 0.05, recovery_seconds=18.0)
     actual = search(PLAN, bench, budget_seconds=20)

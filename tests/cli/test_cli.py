@@ -228,6 +228,31 @@ def test_invalid_value_is_reported_with_its_option(capfd: pytest.CaptureFixture[
         assert what in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train", "text", "--epochs", "3"], "epochs=3"),
+        (["train", "text", "--epochs=3", "--device", "cpu"], "epochs=3"),
+        (["train", "text", "--arch.layers", "2"], "arch.layers=2"),
+        (["bench", "text", "--batch-size", "64"], "global_batch_size=64"),
+        (["search", "text", "--lr", "1e-5..1e-3:log"], "lr=1e-5..1e-3:log"),
+        (["plan", "mine.py", "--seed", "-1"], "seed=-1"),
+        (["train", "text", "--epochs"], "epochs=..."),
+    ],
+)
+def test_setting_with_dashes_is_explained(words: list[str], hint: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main.run(words) == 2
+    errors = capfd.readouterr().err
+    assert three_lines(errors)
+    assert f"  try: {hint} (settings have no dashes)\n" in errors
+
+
+def test_other_unknown_options_get_the_help(capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (["train", "text", "--foo", "3"], ["watch", "--epochs", "3"]):
+        assert main.run(words) == 2
+        assert f"try: whet {words[0]} --help" in capfd.readouterr().err
+
+
 def test_command_restores_the_output_switches(capfd: pytest.CaptureFixture[str]) -> None:
     output.rank = 1
     try:

@@ -69,7 +69,10 @@ def test_a_run_records_the_function_that_made_it(trained: Path) -> None:
         (("prove", f"{SCRIPT}:nothing"), "does not define nothing()"),
         (("train", f"{SCRIPT}:main"), "is a script that trains, not a recipe"),
         # Without the process that restarts it, which imports torch.
-        (("train", SCRIPT, "--max-restarts=0"), f"take {SCRIPT}:main"),
+        (
+            ("train", SCRIPT, "--max-restarts=0"),
+            f"try: python {SCRIPT}; whet plan, prove, bench, check and compare take",
+        ),
         (("plan", "flat.py"), 'if __name__ == "__main__": main()'),
         (
             ("train", "flat.py", "--max-restarts=0"),

@@ -17,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
     Subset,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
     get_worker_info,
 )
@@ -339,12 +340,20 @@ def test_workers_keep_the_memory_format() -> None:
     assert_same_batches(worker, here)
 
 
+TOO_FEW = "no full batch\n  got: 3 samples, batch_size=6, drop_last=True\n  try: drop_last=False or batch_size=3"
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: DataLoader(Subset(TENSORS, []), batch_size=6), "the data is empty"),
-        (lambda: DataLoader(Samples(len, 0), batch_size=6), "the data is empty"),
-        (lambda: DataLoader(Subset(TENSORS, range(3)), batch_size=6, drop_last=True), "the data is empty"),
+        (lambda: DataLoader(Subset(TENSORS, []), batch_size=6), "is empty\n  got: a DataLoader over 0 samples"),
+        (lambda: DataLoader(Samples(len, 0), batch_size=6), "is empty\n  got: a DataLoader over 0 samples"),
+        (lambda: DataLoader(Subset(TENSORS, range(3)), batch_size=6, drop_last=True), TOO_FEW),
+        (lambda: DataLoader(Samples(len, 3), batch_size=6, drop_last=True), TOO_FEW),
+        (
+            lambda: DataLoader(TENSORS, 6, sampler=WeightedRandomSampler([1.0] * 9, num_samples=3), drop_last=True),
+            TOO_FEW,
+        ),
         (lambda: DataLoader(Nothing(), batch_size=6), "the data is empty"),
         (lambda: DataLoader(Stream(), batch_size=6, collate_fn=lambda samples: None), "returned no batch"),
         (lambda: DataLoader(PAIRS, batch_size=6, collate_fn=lambda samples: None), "returned nothing"),

@@ -151,6 +151,26 @@ def test_a_file_without_a_recipe_is_rejected(tmp_path: Path, source: str, what: 
         load_recipe(str(file))
 
 
+@pytest.mark.parametrize(
+    ("source", "word", "hint"),
+    [
+        ("def main(): ...", "mine.py", "python mine.py; whet plan, prove, bench, check and compare take mine.py:main"),
+        ("if __name__ == '__main__': print()", "mine.py", "python mine.py"),
+        ("from os import remove", "mine.py", "def recipe(): return ..."),
+        ("def main(): ...", "mine.py:mian", "mine.py:main (did you mean main?)"),
+        ("from dataclasses import replace", "mine.py:replase", "def replase(): return ..."),
+    ],
+)
+def test_a_missing_function_gets_a_suggestion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, word: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(UsageError) as raised:
+        load_recipe(word)
+    assert raised.value.try_ == hint
+
+
 def test_an_unknown_name_gets_a_suggestion() -> None:
     with pytest.raises(UsageError, match="did you mean 'text'"):
         load_recipe("txet")

@@ -4,6 +4,8 @@ import base64
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from paths import ReportCount
 from simulated_run import _waits_for_no_disk, simulated_run  # noqa: F401
 from whet.report.comparison import compare_runs
 from whet.report.page import html
-from whet.report.page.html import report_page, shorten
+from whet.report.page.html import STATIC_FOLDER, report_page, shorten
 from whet.report.run_report import summarize
 from whet.run.events import EventLog
 from whet.run.folder import create_run
@@ -107,6 +109,16 @@ def test_nothing_is_fetched_and_only_our_scripts_may_run(hostile: tuple[str, dic
         (listed,) = re.findall(rf"{tag}-src ([^;]+)", policy)
         hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts}
         assert set(listed.split()) == hashes
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the script")
+def test_slow_steps_are_not_called_throttled(tmp_path: Path) -> None:
+    (tmp_path / "format.mjs").write_text((STATIC_FOLDER / "format.js").read_text())
+    code = """import { eventName } from "./format.mjs";
+    console.log(eventName("throttle", "warn"), eventName("throttle", "good"), eventName("oom", "bad"));"""
+    (tmp_path / "main.mjs").write_text(code)
+    done = subprocess.run(["node", "main.mjs"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["slower", "recovered", "oom"]
 
 
 def test_a_report_is_small(tmp_path: Path, report_count: ReportCount) -> None:

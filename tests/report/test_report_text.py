@@ -1,6 +1,7 @@
 """The text report: within its width, without control characters, with every spike and gap of a curve."""
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,14 @@ def test_numbers_and_texts_of_a_damaged_folder_do_not_flood_the_page() -> None:
     assert len(page) < 10_000
     assert "20,000 characters" in page.replace("\n", " ")
     assert "unknown  forward" in page
+
+
+def test_only_a_running_training_has_the_time_of_its_newest_event() -> None:
+    when = time.strftime("%H:%M", time.localtime(840))
+    assert f"as of {when}" in render_text(report(state="running"))
+    assert "as of" not in render_text(report())
+    damaged = (SessionSpan(started=0.0, ended=1e300, step=0, begins_at=0.0),)
+    assert "as of" not in render_text(report(state="running", sessions=damaged))
 
 
 def test_a_run_that_never_started_is_short() -> None:

@@ -178,6 +178,42 @@ def test_a_missing_field_is_reported_with_those_of_the_batch(rows: Any, note: st
     assert raised.value.__notes__ == [note]
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize("unpacks", [True, False])
+def test_evaluation_data_without_labels_is_named(split: str, unpacks: bool) -> None:
+    model, x = nn.Linear(10, 2), torch.randn(32, 10)
+
+    def loss(batch: Any) -> torch.Tensor:
+        images, labels = batch if unpacks else (batch.x, batch.y)
+        return nn.functional.cross_entropy(model(images), labels)
+
+    data = {"val": (x, torch.zeros(32, dtype=torch.long)), split: (x,)}
+    with pytest.raises((AttributeError, ValueError)) as raised:
+        whet.train(
+            model,
+            data["val"] if split == "test" else (x, torch.zeros(32, dtype=torch.long)),
+            loss=loss,
+            optimizer=sgd(model),
+            global_batch_size=16,
+            epochs=1,
+            measure=False,
+            on_event=None,
+            **data,
+        )
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"whet: raised on {split}, not on the training data: its batches have x; give {split} ")
+
+
+def test_a_failed_evaluate_function_names_its_data() -> None:
+    model, x = nn.Linear(10, 2), torch.randn(32, 10)
+    with (
+        pytest.raises(ZeroDivisionError) as raised,
+        whet.Session(model, sgd(model), x, global_batch_size=16) as session,
+    ):
+        session.evaluate(lambda model, batches: {"accuracy": 1 / 0}, x)
+    assert raised.value.__notes__ == ["whet: raised on evaluation data, not on the training data"]
+
+
 def test_a_loss_that_is_a_float_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(10, 2)
     loss = nn.functional.cross_entropy
@@ -230,6 +266,22 @@ def test_what_the_loss_got_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as raised, pytest.warns(UserWarning, match="broadcast"):
         train(tmp_path / "run", loss=loss)
     assert raised.value.__notes__ == ["whet: mse_loss got input (16, 10) float32, target (16, 3) float32"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_labels_of_a_wrong_type_get_a_suggestion(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = nn.Linear(10, 3)
+    with pytest.raises(RuntimeError) as raised:
+        whet.train(
+            model,
+            (torch.randn(32, 10), torch.zeros(32, dtype=dtype)),
+            loss=lambda batch: nn.functional.cross_entropy(model(batch.x), batch.y),
+            optimizer=sgd(model),
+            global_batch_size=16,
+            on_event=None,
+        )
+    (note,) = raised.value.__notes__
+    assert note.endswith(f"target (16,) {str(dtype)[6:]}; class labels are int64: use y.long() for the target")
 
 
 # --- a session without on_event --------------------------------------------------------------------------------------

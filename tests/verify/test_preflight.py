@@ -148,16 +148,20 @@ def test_recipe_is_traced_with_the_planned_micro_batch() -> None:
     assert there.num_samples == planned < 4096
     assert "known-fault/linear-rows" in {finding.id for finding in anywhere.findings}
     assert "known-fault/linear-rows" not in {finding.id for finding in there.findings}
-    assert f"micro-batch {planned}" in "\n".join(render_text(there))
+    shown = "\n".join(render_text(there))
+    assert f"micro-batch {planned}" in shown
+    assert "known wrong results apply to this machine (docs/hazards.md); none was found in this model" in shown
 
 
 def test_large_output_head_gets_a_suggestion() -> None:
     def large_head() -> tuple[object, ...]:
         return torch.nn.Linear(8, 40_000), (torch.randn(4, 8, requires_grad=True),)
 
-    [finding] = check(large_head, machine="m2-air-8gb").findings
+    result = check(large_head, machine="m2-air-8gb")
+    [finding] = result.findings
     assert finding.id == "known-fault/linear-rows"
     assert "sums over 40,000" in finding.what
+    assert "those that affect this model are listed above" in "\n".join(render_text(result))
     assert all(way in finding.try_ for way in ("in pieces", "in chunks", "torch 2.14", "--device cpu"))
 
 

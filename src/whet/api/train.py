@@ -220,6 +220,7 @@ def train_by_name(
     values = {**({} if data is None else {"data": str(data)}), **settings}
     resolved = resolve_config(recipe.Config, values=values, file=file, can_measure=True)
     recipe.describe(resolved.config)
+    recipe.check_installed(resolved.config)
     path = Path(run) if run is not None else next_run_path(Path("runs"), recipe=recipe.name)
     command = _command(what, values, file, device=device, run=path)
     for key, is_wanted in (("seeds", resolved.config.seeds > 1), ("selfplay", getattr(resolved.config, "selfplay", 0))):

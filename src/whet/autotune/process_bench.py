@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from whet.autotune.candidates import predicted_bytes
-from whet.autotune.step_bench import PreparedStep, ProbeFailedError, Settings, SettingsAgreement, StepBench
+from whet.autotune.step_bench import FailureKind, PreparedStep, ProbeFailedError, Settings, SettingsAgreement, StepBench
 from whet.base.errors import WhetError
 from whet.base.units import format_bytes
 from whet.base.worker import (
@@ -143,7 +143,9 @@ class ProcessStepBench:
             is_dead = isinstance(error, WorkerExitError)
             reason = self._worker.describe_exit() if is_dead else f"no response after {timeout:.0f} s"
             self._stop()
-            raise ProbeFailedError(f"the measuring process could not start: {reason}", kind="crash") from None
+            # If less than the usual time was left, the budget ended the wait, and the process is not to blame.
+            kind: FailureKind = "crash" if is_dead or timeout >= START_SECONDS else "timeout"
+            raise ProbeFailedError(f"the measuring process could not start: {reason}", kind=kind) from None
         if "error" in response:
             self._stop()
             raise error_from_json(response["error"])

@@ -66,6 +66,8 @@ _PATIENT_STEPS = 50
 # Number of pairs to reserve time for in the final comparison, and the maximum fraction of the budget to reserve.
 _CONFIRM_PAIRS = 8
 _CONFIRM_SHARE = 0.35
+# A timeout with less than this fraction of the budget left was caused by the budget.
+_SPENT_SHARE = 0.02
 
 
 def search(
@@ -303,6 +305,8 @@ def _confirm(state: _SearchState) -> TuningResult:
         finally:
             base.prepared.close()
     except ProbeFailedError as error:
+        if error.kind == "timeout" and context.budget.left < _SPENT_SHARE * context.budget.seconds:
+            return _unconfirmed(state, _spent_reason(state))
         return _unconfirmed(state, f"the final comparison failed ({error.kind}: {error.reason})")
     verdict, note = _final_verdict(state, base, timing)
     spent = context.bench.clock() - started
@@ -315,7 +319,7 @@ def _confirm(state: _SearchState) -> TuningResult:
         return _result(state, best, reason=note, gain=gain, step_seconds=timing.candidate_seconds)
     # All pairs were faster, but there are too few of them to be sure. The trials that the winner won still count.
     if verdict == "unclear" and all(log_ratio < 0 for log_ratio in timing.log_ratios):
-        return _unconfirmed(state, "there was no time for a full final comparison")
+        return _unconfirmed(state, _spent_reason(state, " full"))
     return _result(state, base, reason=note, step_seconds=timing.baseline_seconds)
 
 
@@ -323,13 +327,26 @@ def _final_verdict(state: _SearchState, base: PreparedSettings, timing: PairedTi
     """Return the verdict of the final comparison and its explanation."""
     estimate, shown = timing.estimate, _show(state.best.settings)
     if estimate is None:
-        return timing.outcome, "there was no time for a final comparison"
+        return timing.outcome, _spent_reason(state)
     interval = describe_interval(estimate)
     if timing.outcome != "faster":
         return timing.outcome, f"the gain was not confirmed ({interval}): {shown}"
     if not break_even(state.best, base, timing).pays:
         return "not worth it", f"steps are faster ({interval}), but this run is too short for it: {shown}"
     return "faster", f"{interval} against the rule-based plan: {shown}"
+
+
+def _spent_reason(state: _SearchState, how: str = "") -> str:
+    """Return the reason for a missing final comparison, with a budget that leaves time for it."""
+    base, best = state.base.prepared, state.best.prepared
+    pairs = 1.5 * _CONFIRM_PAIRS * (base.step_seconds + best.step_seconds)
+    # Unlike what `until` reserves, count the restart of the bench after an aborted trial.
+    needed = (1.25 * base.preparation_seconds + state.recovery_seconds + pairs) / _CONFIRM_SHARE
+    spent = state.context.budget.seconds
+    larger = math.ceil(max(2 * spent, needed) / 10) * 10
+    return (
+        f"the budget of {format_seconds(spent)} was spent before a{how} final comparison, which {larger} s would allow"
+    )
 
 
 def _unconfirmed(state: _SearchState, reason: str) -> TuningResult:

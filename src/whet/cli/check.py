@@ -104,9 +104,10 @@ def render_text(result: "PreflightResult") -> list[str]:
         lines += ["", f"memory    not estimated: {result.why_no_fits}"]
     lines += ["", f"result    {_counts(result)}"]
     if result.machine and result.num_known_faults:
+        is_affected = any(finding.id.startswith("known-fault/") for finding in result.findings)
+        shown = "those that affect this model are listed above" if is_affected else "none was found in this model"
         lines.append(
-            f"{_INDENT}{result.num_known_faults} known wrong results apply to this machine (docs/hazards.md); "
-            "those that affect this model are listed above"
+            f"{_INDENT}{result.num_known_faults} known wrong results apply to this machine (docs/hazards.md); {shown}"
         )
     return lines
 

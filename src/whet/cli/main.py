@@ -88,6 +88,8 @@ _OTHER_VERBS = {
 }
 
 _EPILOG = "Every command takes --quiet (results and errors only) and --debug (tracebacks of failures)."
+# The names in `whet --help` of arguments that take settings.
+_SETTINGS = ("KEY=VALUE", "SPACE")
 _EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
 # typer does not export the base class of its usage errors, but the public BadParameter derives from it.
 _ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -257,6 +259,9 @@ def _as_usage_error(error: Exception, args: Sequence[str]) -> UsageError:
         hint = hint.replace("RECIPE", targets[0]) if targets else hint
         return UsageError("no such command", got=command or " ".join(args), try_=hint)
     what = str(error)[:1].lower() + str(error)[1:].rstrip(".")
+    setting = _setting_without_dashes(error, args)
+    if setting is not None:
+        return UsageError(what, got="whet " + " ".join(args), try_=f"{setting} (settings have no dashes)")
     parameter = getattr(error, "param", None)
     if parameter is not None:
         options = [name for name in parameter.opts if name.startswith("-")][:1]
@@ -266,6 +271,30 @@ def _as_usage_error(error: Exception, args: Sequence[str]) -> UsageError:
         elif isinstance(error, typer.BadParameter):
             what = f"{options[0] if options else name}: {what}"
     return UsageError(what, got="whet " + " ".join(args), try_=f"whet {command} --help")
+
+
+def _setting_without_dashes(error: Exception, args: Sequence[str]) -> str | None:
+    """Return the setting, as KEY=VALUE, that was probably meant by an option that does not exist, or None."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    takes_settings = context is not None and any(p.metavar in _SETTINGS for p in context.command.params)
+    if option is None or not takes_settings:
+        return None
+    from whet.config.options import ALIASES, CommonConfig
+    from whet.config.resolve import known_keys
+    from whet.recipes.recipe import BUILT_IN, load_factory
+
+    recipe = next((arg for arg in args if arg in BUILT_IN), None)
+    # Importing a user's file could run anything, so only the common keys are known then.
+    known = known_keys(load_factory(recipe)().Config if recipe else CommonConfig)
+    key = option.lstrip("-").replace("-", "_")
+    key = ALIASES.get(key, key)
+    if key not in known:
+        return None
+    index = next(i for i, arg in enumerate(args) if arg.partition("=")[0] == option)
+    _, has_value, value = args[index].partition("=")
+    if not has_value:
+        value = next((arg for arg in args[index + 1 : index + 2] if not arg.startswith("--")), "...")
+    return f"{key}={value}"
 
 
 def _check_platform() -> None:

@@ -194,6 +194,7 @@ def _train_in_process(settings: list[str], run: Path | None, options: _TrainOpti
     recipe = load_recipe(options.target)
     resolved = resolve_config(recipe.Config, settings, file=options.config, can_measure=True)
     recipe.describe(resolved.config)
+    recipe.check_installed(resolved.config)
     # Ranks could find different free folders, so rank 0 decides.
     path = ranks.broadcast_path(run or next_run_path(Path("runs"), recipe=recipe.name))
     if not path.exists():

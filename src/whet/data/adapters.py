@@ -149,7 +149,7 @@ def check_dataset_size(source: AbstractSource, global_batch_size: int, *, is_loa
     size, because the loader decides that.
     """
     if source.num_batches == 0 or source.num_samples == 0:
-        raise UsageError("the data is empty", got="no global batch", try_="data with at least one global batch")
+        raise _no_batch_error(source, global_batch_size, is_loader=is_loader)
     if source.num_samples is not None and source.num_samples < global_batch_size and not is_loader:
         raise UsageError(
             "the data is smaller than one global batch",
@@ -157,6 +157,20 @@ def check_dataset_size(source: AbstractSource, global_batch_size: int, *, is_loa
             f"global_batch_size={global_batch_size}",
             try_=f"global_batch_size={source.num_samples}",
         )
+
+
+def _no_batch_error(source: AbstractSource, global_batch_size: int, *, is_loader: bool) -> UsageError:
+    """Return the error for data without samples, or with fewer than drop_last=True needs for one batch."""
+    if source.num_dropped:
+        size = source.num_dropped
+        return UsageError(
+            "the DataLoader has no full batch",
+            got=f"{size} sample{'s' if size > 1 else ''}, batch_size={global_batch_size}, drop_last=True",
+            try_=f"drop_last=False or batch_size={size}",
+        )
+    samples = "0 samples" if source.num_samples == 0 else "no batches"
+    got = f"a DataLoader over {samples}" if is_loader else samples
+    return UsageError("the data is empty", got=got, try_="data with at least one sample: print(len(dataset))")
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -181,6 +195,7 @@ class TensorSource(AbstractSource):
         super().__init__(share)
         self._order = order
         self.num_samples, self.num_batches = order.num_samples, order.num_batches
+        self.num_dropped = order.num_dropped
         # Hash on the host, before the columns move to the device.
         self._fingerprint = _hash_columns(columns, len(next(iter(columns.values()))))
         if is_resident:
@@ -255,6 +270,7 @@ class MapStyleSource(AbstractSource):
     ) -> None:
         super().__init__(share, pad_token_id=pad_token_id)
         self.num_samples, self.num_batches = order.num_samples, order.num_batches
+        self.num_dropped = order.num_dropped
         self._reader, self._order, self._size = reader, order, size
         # A collate function gets the whole batch on every rank, because padding and mixing depend on all samples.
         is_shared = self.share.size > 1 and not reader.has_collate

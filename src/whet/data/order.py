@@ -58,6 +58,8 @@ class SampleOrder(ABC):
     """Number of samples per epoch including repetitions, or None if it is not known in advance."""
     num_batches: int | None
     """Number of global batches per epoch, or None if it is not known in advance."""
+    num_dropped: int = 0
+    """Number of samples per epoch that belong to no batch, because they do not fill one (drop_last)."""
     inexact_reason: str | None = None
     """Why a resumed run may get a different order, or None if it gets the same."""
 
@@ -82,7 +84,8 @@ class SeededOrder(SampleOrder):
     ) -> None:
         self._size, self._batch_size = dataset_size, batch_size
         self._seed, self._shuffle = seed, shuffle
-        self.num_samples: int = dataset_size - dataset_size % batch_size if drop_last else dataset_size
+        self.num_dropped = dataset_size % batch_size if drop_last else 0
+        self.num_samples: int = dataset_size - self.num_dropped
         self.num_batches: int = -(-self.num_samples // batch_size)
 
     def batches(self, position: Position) -> Iterator[PlannedBatch]:
@@ -108,7 +111,8 @@ class RepeatingOrder(SampleOrder):
         self._batch_size, self._seed = batch_size, seed
         self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None
         """The latest shuffled pass: its epoch and number, and its order."""
-        self.num_samples: int = num_draws - num_draws % batch_size if drop_last else num_draws
+        self.num_dropped = num_draws % batch_size if drop_last else 0
+        self.num_samples: int = num_draws - self.num_dropped
         self.num_batches: int = -(-self.num_samples // batch_size)
 
     def batches(self, position: Position) -> Iterator[PlannedBatch]:

@@ -43,7 +43,8 @@ class SamplerOrder(SampleOrder):
         if batch_size is None:
             self.num_samples, self.num_batches = None, length
         else:
-            self.num_samples = length - length % batch_size if drop_last else length
+            self.num_dropped = length % batch_size if drop_last else 0
+            self.num_samples = length - self.num_dropped
             self.num_batches = -(-self.num_samples // batch_size)
 
     def batches(self, position: Position) -> Iterator[PlannedBatch]:

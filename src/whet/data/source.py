@@ -20,6 +20,8 @@ class AbstractSource(ABC):
     """Number of samples per epoch, or None if it is not known in advance."""
     num_batches: int | None
     """Number of global batches per epoch, or None if it is not known in advance."""
+    num_dropped = 0
+    """Number of samples per epoch that belong to no batch, because they do not fill one (drop_last)."""
     is_in_memory = False
     """Whether reading a batch takes no time."""
 

@@ -12,6 +12,7 @@ import queue
 import select
 import signal
 import struct
+import sys
 import threading
 import time
 import traceback
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,8 @@ BATCHES_TO_RESET_LOSSES = 100
 _HEAD = struct.Struct("<cQ")
 _BATCH, _ERROR, _HEARTBEAT = b"b", b"e", b"."
 _HEARTBEAT_SECONDS = 1.0
+# A program that contains one of these words may distinguish itself from its workers.
+_GUARD_WORDS = ("__main__", "__mp_main__", "current_process", "parent_process")
 
 
 class _WorkerLostError(Exception):
@@ -62,6 +66,8 @@ class Workers:
     def __init__(self, reader: DatasetReader, order: SampleOrder, *, count: int, start: str, prefetch: int) -> None:
         self._reader, self._order = reader, order
         self._count, self._prefetch = count, prefetch
+        if start == "spawn":
+            _check_main_guard()
         self._context: Any = multiprocessing.get_context(start)
         self._workers: list[_Worker] = []
         self._is_idle = True
@@ -194,6 +200,29 @@ class Workers:
         again = "at the same sample, with new workers"
         reason = f"a data worker was lost: {how}"
         self.events.append(("warning", {"reason": reason, "retry": again, "samples": samples}))
+
+
+def _check_main_guard() -> None:
+    """Raise UsageError if a spawned worker would run the whole program again, because it has no main guard.
+
+    Without this check, the workers fail one after another. With a dataset of more than 64 KB, Python even waits forever
+    for a worker that ended before it read the dataset.
+    """
+    main = sys.modules.get("__main__")
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    # A notebook has no file, and `python -m package` is not imported again.
+    if file is None or getattr(spec, "name", "").endswith("__main__"):
+        return
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return
+    if not any(word in source for word in _GUARD_WORDS):
+        raise UsageError(
+            "data workers are spawned, and each would run this program again",
+            got=f'{Path(file).name} without if __name__ == "__main__"',
+            try_='def main(): ... and if __name__ == "__main__": main()',
+        )
 
 
 def _describe_exit(code: int | None) -> str:

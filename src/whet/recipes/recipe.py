@@ -144,6 +144,9 @@ class Recipe:
         """Return the assumptions that `describe` makes without data, one line each."""
         return ()
 
+    def check_installed(self, config: Any) -> None:
+        """Raise an error if a package is missing that training with this config needs. It runs without torch."""
+
     def explain_changed_data(
         self,
         error: DataChangedError,
@@ -261,11 +264,25 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
     names = (factory,) if factory else default
     match = next((made for name in names if callable(made := getattr(module, name, None))), None)
     if match is None:
-        hint = f"def {names[0]}(): return ..."
-        if not factory and callable(getattr(module, "main", None)):
-            hint = f"whet plan, prove, bench, check and compare take {place}:main"
+        hint = _missing_factory_hint(module, place, factory, default=default)
         raise UsageError(f"{place} does not define {' or '.join(names)}()", got=word, try_=hint)
     return cast("Callable[[], Any]", match)
+
+
+def _missing_factory_hint(module: Any, place: str, factory: str, *, default: tuple[str, ...]) -> str:
+    """Return what to type if a module does not define `factory`, or without one, none of the functions `default`."""
+    values = vars(module).items()
+    own = [name for name, value in values if callable(value) and getattr(value, "__module__", "") == module.__name__]
+    if factory:
+        meant = closest_match(factory, own)
+        return f"{place}:{meant} (did you mean {meant}?)" if meant else f"def {factory}(): return ..."
+    if default == ("recipe",) and place.endswith(".py"):
+        # This command needs a recipe, but a script trains by itself.
+        if "main" in own:
+            return f"python {place}; whet plan, prove, bench, check and compare take {place}:main"
+        if "__main__" in Path(place).read_text(encoding="utf-8", errors="replace"):
+            return f"python {place}"
+    return f"def {default[0]}(): return ..."
 
 
 def _run_folder_error(word: str) -> UsageError:

@@ -1,7 +1,9 @@
 """Render the report of a run as plain text without colors or control characters, wrapped to a width."""
 
+import contextlib
 import statistics
 import textwrap
+import time
 from collections.abc import Iterator
 
 from whet.base.units import format_bytes, format_count, format_seconds, format_speed, one_line, printable_line
@@ -107,6 +109,10 @@ def _progress(report: RunReport) -> str:
         parts.append(f"epoch {report.epoch + 1:g}")
     if report.samples is not None:
         parts.append(f"{format_count(report.samples)} samples")
+    if report.state == "running" and report.sessions:
+        # A damaged log may contain times that no clock shows.
+        with contextlib.suppress(ValueError, OverflowError, OSError):
+            parts.append(time.strftime("as of %H:%M", time.localtime(report.sessions[-1].ended)))
     return ", ".join(parts)
 
 

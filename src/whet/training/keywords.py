@@ -45,7 +45,7 @@ OTHER_NAMES = {
     "default_root_dir": "run",
     "eval_dataset": "val",
     "val_data": "val",
-    "metrics": "evaluate, a function that returns them",
+    "metrics": 'evaluate=f, where f(model, batches) returns {"accuracy": 0.9}; goal="accuracy"',
 }
 """Keywords of Lightning, Accelerate and HF Trainer, with the equivalent in whet."""
 

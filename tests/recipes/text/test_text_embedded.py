@@ -12,11 +12,13 @@ import pytest
 
 from whet.base.errors import WhetError
 from whet.base.extras import install_hint
+from whet.cli import main
 from whet.recipes.text import embedded
 from whet.recipes.text.config import EMBEDDED_CLASSES, TextConfig, describe
 from whet.recipes.text.corpus import Corpus, Examples, split
 from whet.recipes.text.data import baseline_metrics
 from whet.recipes.text.embedded import LIBRARIES, read_docstrings, remove_library_names
+from whet.recipes.text.recipe import TextRecipe
 
 pytestmark = pytest.mark.torch
 
@@ -171,6 +173,28 @@ def test_a_missing_library_is_reported(home: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(WhetError, match="need transformers, which is not installed") as caught:
         read_docstrings(rows_per_class=10)
     assert install_hint("text") in str(caught.value)
+    recipe = TextRecipe()
+    for config in (TextConfig(), TextConfig(model="bert-base-uncased", data="reviews.csv")):
+        with pytest.raises(WhetError) as refused:
+            recipe.check_installed(config)
+        assert install_hint("text") in str(refused.value.try_)
+        # A plan does not need the library, and says that training does.
+        assert recipe.assumptions(config)[-1].startswith("to train on this machine: ")
+        assert install_hint("text") in recipe.assumptions(config)[-1]
+    recipe.check_installed(TextConfig(data="reviews.csv"))
+
+
+def test_training_without_a_library_fails_before_torch_is_imported(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: TextRecipe, config: TextConfig) -> None:
+        raise WhetError("no transformers", try_="install them")
+
+    monkeypatch.setattr(TextRecipe, "check_installed", refuse)
+    monkeypatch.setattr(TextRecipe, "data", lambda *_: pytest.fail("the data is read"))
+    assert main.run(["train", "text", "--max-restarts=0", "--run", str(tmp_path / "run")]) == 1
+    assert "no transformers" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_small_library_contributes_later_paragraphs(

@@ -57,6 +57,12 @@ def read_docstrings(*, rows_per_class: int = EMBEDDED_ROWS_PER_CLASS) -> Corpus:
     return split(examples, classes=LIBRARIES)
 
 
+def check_libraries() -> None:
+    """Raise WhetError if a library whose docstrings are read is missing."""
+    for library in LIBRARIES:
+        _root(library)
+
+
 def remove_library_names(text: str) -> str:
     """Remove the names that would reveal a text's library.
 
@@ -70,6 +76,7 @@ def remove_library_names(text: str) -> str:
 
 
 def _collect(rows_per_class: int) -> Examples:
+    check_libraries()
     seen: set[str] = set()
     texts: list[str] = []
     labels: list[int] = []

@@ -1,11 +1,13 @@
 """The text classification recipe. It imports torch lazily, so that planning works without torch."""
 
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.base.errors import DataChangedError, UsageError
+from whet.base.errors import DataChangedError, UsageError, WhetError
+from whet.base.extras import install_hint
 from whet.plan.workload import Workload
 from whet.recipes.recipe import EmbeddedData, Recipe, explain_data_change
 from whet.recipes.text import config as text_config
@@ -58,10 +60,30 @@ class TextRecipe(Recipe):
         )
 
     def assumptions(self, config: TextConfig) -> tuple[str, ...]:
-        """Return the assumptions that `describe` makes before anything is loaded."""
-        if not config.is_pretrained or local_folder(config.model) is not None:
-            return ()
-        return (f"model={config.model} is not a local folder, so the plan assumes BERT base; training uses real sizes",)
+        """Return the assumptions that `describe` makes before anything is loaded, and what training needs here."""
+        notes = []
+        if config.is_pretrained and local_folder(config.model) is None:
+            notes.append(
+                f"model={config.model} is not a local folder, so the plan assumes BERT base; training uses real sizes"
+            )
+        try:
+            self.check_installed(config)
+        except WhetError as error:
+            notes.append(f"to train on this machine: {error.what}; {error.try_}")
+        return tuple(notes)
+
+    def check_installed(self, config: TextConfig) -> None:
+        """Raise an error for a library that is missing. Nothing is read or imported."""
+        if config.is_pretrained and importlib.util.find_spec("transformers") is None:
+            raise UsageError(
+                "a pretrained model needs the extra text",
+                got="no package 'transformers'",
+                try_=f"{install_hint('text')}, or model=small",
+            )
+        if config.is_embedded:
+            from whet.recipes.text.embedded import check_libraries
+
+            check_libraries()
 
     def data(self, config: TextConfig) -> "TextData":
         from whet.recipes.text.corpus import class_weights, rare_classes

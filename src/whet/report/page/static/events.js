@@ -1,7 +1,7 @@
 // The events of a run except steps and health readings, newest first, fetched page by page.
 import { el, fill, section, table } from "./dom.js";
 import { fetchJson } from "./server.js";
-import { formatCount, formatDate, formatValue } from "./format.js";
+import { eventName, formatCount, formatDate, formatValue } from "./format.js";
 
 /** Creates the section, which fetches events when the button is clicked. */
 export function eventsPart(id) {
@@ -41,5 +41,5 @@ function rowOf(event) {
     .map(([name, value]) => `${name}=${formatValue(value)}`)
     .join("  ")
     .slice(0, 1000);
-  return [formatDate(event.time), formatCount(event.step), event.kind, fields];
+  return [formatDate(event.time), formatCount(event.step), eventName(event.kind, event.fields?.state === "cool" ? "good" : "warn"), fields];
 }

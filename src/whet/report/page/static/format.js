@@ -75,6 +75,12 @@ export function formatDate(unixSeconds) {
   return new Date(unixSeconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
 }
 
+/** Returns a readable name for the kind of an event. Slow steps may have other causes than throttling. */
+export function eventName(kind, tone) {
+  if (kind !== "throttle") return kind;
+  return tone === "good" ? "recovered" : "slower";
+}
+
 /** Returns a readable name for a field, such as "gradient norm" for "grad_norm". */
 export function displayName(name) {
   const known = {

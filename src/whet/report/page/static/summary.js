@@ -30,6 +30,7 @@ function leadOf(report) {
   const parts = [`${report.recipe} on ${report.machine || "an unknown machine"}`];
   if (report.sessions.length) parts.push(`started ${formatDate(report.created)}`);
   if (report.sessions.length > 1) parts.push(`${report.sessions.length} sessions`);
+  if (report.state === "running" && report.sessions.length) parts.push(`as of ${formatDate(report.sessions.at(-1).ended)}`);
   return `${parts.join(" · ")}.`;
 }
 

@@ -1,6 +1,6 @@
 // What happened during the run, and suggestions for the next one.
 import { disclosure, el, pill, section, table } from "./dom.js";
-import { formatCount, formatSeconds } from "./format.js";
+import { eventName, formatCount, formatSeconds } from "./format.js";
 
 const FIRST = 12;
 
@@ -34,7 +34,7 @@ export function timelinePart(report) {
     entries.map((entry) =>
       el("i", {
         class: `entry ${entry.tone} ${entry.kind === "checkpoint" ? "small" : ""}`,
-        title: `${entry.kind}: ${entry.text}`,
+        title: `${eventName(entry.kind, entry.tone)}: ${entry.text}`,
         style: { left: `${(100 * entry.seconds) / end}%` },
       }),
     ),
@@ -71,7 +71,7 @@ function entryTable(entries) {
     entries.map((entry) => [
       formatSeconds(entry.seconds),
       formatCount(entry.step),
-      pill(entry.kind, entry.tone),
+      pill(eventName(entry.kind, entry.tone), entry.tone),
       entry.text,
     ]),
     { class: "plain stacked entries" },
