@@ -41,6 +41,7 @@ class NotEncodableError(TypeError):
     def __init__(self, path: str, value: object, *, why: str = "") -> None:
         super().__init__(f"{path} is a {type(value).__name__}{why}")
         self.path = path
+        self.kind = type(value).__name__
 
 
 class _Encoded(NamedTuple):
