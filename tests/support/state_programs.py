@@ -604,6 +604,22 @@ def numpy_draws_from_another_bit_generator() -> Program:
 
 
 @program
+def nested_tensor_as_an_attribute() -> Program:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(10, 4)
+            self.scales = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.scales = self.scales * 1.01
+            return self.linear(x) * self.scales.values().sum()
+
+    return training(Nested())
+
+
+@program
 def tied_and_untied_in_the_middle() -> Program:
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4))
     model[2].weight = model[1].weight

@@ -51,7 +51,7 @@ IN_GATE = (
     "extra_state", "shared_containers", "late_buffers", "weight_norm_in_the_middle",
     "layers_replaced_and_added_in_the_middle", "sparse_momentum", "head_replaced_and_kept_by_the_optimizer",
     "weight_norm_added_and_removed_in_the_middle", "inference_tensors_as_buffers",
-    "numpy_draws_from_another_bit_generator",
+    "numpy_draws_from_another_bit_generator", "nested_tensor_as_an_attribute",
 )  # fmt: skip
 assert {*IN_GATE} < {*PROGRAMS}
 
