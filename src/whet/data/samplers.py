@@ -31,9 +31,20 @@ _SAMPLER = 0x5A3B1E
 class SamplerOrder(SampleOrder):
     """The order of a sampler or batch sampler that has a length."""
 
-    def __init__(self, sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> None:
-        """Divide the indices of `sampler` into batches. If `batch_size` is None, `sampler` is a batch sampler."""
-        self._sampler, self._seed = sampler, seed
+    def __init__(
+        self,
+        sampler: Any,
+        *,
+        seed: int,
+        batch_size: int | None,
+        drop_last: bool = False,
+        num_rows: int | None = None,
+    ) -> None:
+        """Divide the indices of `sampler` into batches. If `batch_size` is None, `sampler` is a batch sampler.
+
+        `num_rows` is the number of rows if the data is columns in memory.
+        """
+        self._sampler, self._seed, self._num_rows = sampler, seed, num_rows
         self._batch_size, self._drop_last = batch_size, drop_last
         self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None
         """The latest epoch that was drawn: its number, its indices, and the ends of its batches."""
@@ -75,6 +86,7 @@ class SamplerOrder(SampleOrder):
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         if self._drawn is None or self._drawn[0] != epoch:
             drawn = self._draw(self._sampler, epoch)
+            check_rows(drawn[0], self._num_rows)
             self.inexact_reason = self.inexact_reason or self._difference(drawn, epoch)
             self._drawn = epoch, *drawn
         return self._drawn[1:]
@@ -115,8 +127,16 @@ class StreamedOrder(SampleOrder):
 
     num_samples = None
 
-    def __init__(self, sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> None:
-        self._sampler, self._seed = sampler, seed
+    def __init__(
+        self,
+        sampler: Any,
+        *,
+        seed: int,
+        batch_size: int | None,
+        drop_last: bool = False,
+        num_rows: int | None = None,
+    ) -> None:
+        self._sampler, self._seed, self._num_rows = sampler, seed, num_rows
         self._batch_size, self._drop_last = batch_size, drop_last
         self._reader = StreamReader(sampler, iterate=self._iterate, read=self._read, length=len)
         if not self._reader.has_state:
@@ -152,7 +172,11 @@ class StreamedOrder(SampleOrder):
                 batch = list(itertools.islice(iterator, self._batch_size))
         if self._batch_size is not None and self._drop_last and len(batch) < self._batch_size:
             return None
-        return as_indices(batch) if len(batch) else None
+        if not len(batch):
+            return None
+        indices = as_indices(batch)
+        check_rows(indices, self._num_rows)
+        return indices
 
 
 def copy_sampler(sampler: Any) -> Any:
@@ -165,6 +189,18 @@ def copy_sampler(sampler: Any) -> Any:
         return copy.deepcopy(sampler, shared)
     except Exception:
         return None
+
+
+def check_rows(indices: np.ndarray, num_rows: int | None) -> None:
+    """Raise UsageError for an index that the data does not have."""
+    if num_rows is None or not len(indices) or (indices.min() >= 0 and indices.max() < num_rows):
+        return
+    wrong = indices.max() if indices.max() >= num_rows else indices.min()
+    raise UsageError(
+        "the sampler yields an index that the dataset does not have",
+        got=f"{wrong}; the dataset has {num_rows:,} samples",
+        try_=f"indices from 0 to {num_rows - 1:,}",
+    )
 
 
 def as_indices(drawn: Sequence[Any]) -> np.ndarray:

@@ -171,8 +171,10 @@ def restore_run(
     if unmatched:
         reasons.append(f"other callbacks with state ({', '.join(unmatched)})")
     length = run.source.num_samples
-    if length is not None and state.position.samples >= length:
-        # The data has become shorter and the epoch has no samples left: continue with the next epoch.
+    is_other_length = snapshot.info.data.get("num_samples") != length
+    if length is not None and is_other_length and state.position.samples >= length:
+        # An epoch may also be longer than the first one, if the user's sampler grows. Here, the data has become shorter
+        # and the epoch has no samples left: continue with the next epoch.
         state.position = replace(state.position, epoch=state.position.epoch + 1, samples=0)
     if (reason := run.source.inexact_reason()) is not None:
         reasons.append(reason)
