@@ -221,6 +221,26 @@ def replace_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
 # --- saving and restoring --------------------------------------------------------------------------------------------
 
 
+def encode_structure(
+    model: nn.Module, initial: Structure | None, classes: Classes | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the structure of a model for `match_structure`, and the names of modules that cannot be made again.
+
+    `initial` and `classes` describe the model at the start of the session.
+    """
+    now = describe_structure(model)
+    modules, lost = describe_changes(model, classes)
+    structure = {
+        "now": now,
+        "initial": now if initial is None else initial,
+        "non_persistent": _non_persistent(model),
+        "modules": modules,
+        "ties": describe_ties(model),
+        "reparametrized": describe_reparametrizations(model),
+    }
+    return structure, lost
+
+
 def encode_model(
     encoder: StateEncoder,
     model: nn.Module,
@@ -236,17 +256,13 @@ def encode_model(
     modes used for training; after an evaluation, they may still be in eval mode. `omitted` are attributes that are not
     saved, as (owner, name).
     """
-    now = describe_structure(model)
-    modules, lost = describe_changes(model, None if initial is None else initial.classes)
+    structure, lost = encode_structure(
+        model, None if initial is None else initial.structure, None if initial is None else initial.classes
+    )
+    now, modules = structure["now"], structure["modules"]
+    ties, reparametrized = structure["ties"], structure["reparametrized"]
     facts: dict[str, Any] = {
-        "structure": {
-            "now": now,
-            "initial": now if initial is None else initial.structure,
-            "non_persistent": _non_persistent(model),
-            "modules": modules,
-            "ties": (ties := describe_ties(model)),
-            "reparametrized": (reparametrized := describe_reparametrizations(model)),
-        },
+        "structure": structure,
         "sparse": {
             name: encoder.encode(tensor, f"attribute/{name}")
             for name, tensor in named_tensors(model)
