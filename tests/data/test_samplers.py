@@ -316,3 +316,10 @@ def test_a_resume_in_an_epoch_that_is_longer_than_the_first_one(stop: int, tmp_p
     whole = run_batches(loader(Growing()), epochs=3).ids
     begun = run_batches(loader(Growing()), epochs=3, run=tmp_path / "run", stop=stop).ids
     assert [*begun, *run_batches(loader(Growing()), epochs=3, run=tmp_path / "run").ids] == whole
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_negative_indices_count_from_the_end(drop_last: bool) -> None:
+    order = loader_order(loader([-1, 0, -SIZE], drop_last=drop_last), seed=0)
+    ids = [batch.ids.tolist() for batch in order.batches(Position())]
+    assert ids == ([] if drop_last else [[SIZE - 1, 0, 0]])

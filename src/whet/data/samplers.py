@@ -98,8 +98,8 @@ class SamplerOrder(SampleOrder):
         if self._batch_size is None:
             batches = [as_indices(batch) for batch in drawn if len(batch)]
             indices = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
-            return indices, np.cumsum([len(batch) for batch in batches], dtype=np.int64)
-        indices = as_indices(drawn)
+            return from_start(indices, self._num_rows), np.cumsum([len(batch) for batch in batches], dtype=np.int64)
+        indices = from_start(as_indices(drawn), self._num_rows)
         if self._drop_last:
             indices = indices[: len(indices) - len(indices) % self._batch_size]
         step = self._batch_size
@@ -174,7 +174,7 @@ class StreamedOrder(SampleOrder):
             return None
         if not len(batch):
             return None
-        indices = as_indices(batch)
+        indices = from_start(as_indices(batch), self._num_rows)
         check_rows(indices, self._num_rows)
         return indices
 
@@ -189,6 +189,11 @@ def copy_sampler(sampler: Any) -> Any:
         return copy.deepcopy(sampler, shared)
     except Exception:
         return None
+
+
+def from_start(indices: np.ndarray, num_rows: int | None) -> np.ndarray:
+    """Return indices of rows counted from the first one. Negative indices count from the end, as in a list."""
+    return indices if num_rows is None else np.where(indices < 0, indices + num_rows, indices)
 
 
 def check_rows(indices: np.ndarray, num_rows: int | None) -> None:
