@@ -116,6 +116,7 @@ def test_state_that_grows_too_large_is_named_and_the_run_continues(
     resumed = [*read_events(run, kinds=("resume",))][-1]
     assert str(resumed.get("exactness")).startswith("not bit-exact: ")
     assert f"{name} is not saved" in str(resumed.get("exactness"))
+    assert "omitted" not in str(resumed.get("exactness"))
 
 
 @pytest.mark.usefixtures("small_limits")
