@@ -1,6 +1,7 @@
 """Samplers of the user: orders that are repeated, saved, or named as not exact."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +285,41 @@ def test_a_split_of_later_batches_is_checked_with_the_first() -> None:
             overrides={"threads": 1, "micro_batch": 4},
             on_event=None,
         )
+
+
+class Growing(Sampler):
+    """A sampler that yields more indices in each epoch, and one that the data lacks in the end."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return 6 + 6 * self.epoch
+
+
+def test_an_index_that_the_data_lacks_is_named() -> None:
+    assert len(run_batches(loader(Growing()), epochs=3).ids) == 6
+    with pytest.raises(
+        UsageError, match=rf"index that the dataset does not have\n.*{SIZE + 3}; the dataset has {SIZE}"
+    ):
+        run_batches(loader(Growing()), epochs=4)
+
+
+@pytest.mark.parametrize("stop", [4, 5])
+def test_a_resume_in_an_epoch_that_is_longer_than_the_first_one(stop: int, tmp_path: Path) -> None:
+    whole = run_batches(loader(Growing()), epochs=3).ids
+    begun = run_batches(loader(Growing()), epochs=3, run=tmp_path / "run", stop=stop).ids
+    assert [*begun, *run_batches(loader(Growing()), epochs=3, run=tmp_path / "run").ids] == whole
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_negative_indices_count_from_the_end(drop_last: bool) -> None:
+    order = loader_order(loader([-1, 0, -SIZE], drop_last=drop_last), seed=0)
+    ids = [batch.ids.tolist() for batch in order.batches(Position())]
+    assert ids == ([] if drop_last else [[SIZE - 1, 0, 0]])

@@ -547,6 +547,79 @@ def layers_replaced_and_added_in_the_middle() -> Program:
 
 
 @program
+def head_replaced_and_kept_by_the_optimizer() -> Program:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def change() -> None:
+        model[2] = nn.Linear(16, 4)
+
+    return training(model, optimizer=optimizer, callbacks=[At(7, change)])
+
+
+@program
+def weight_norm_added_and_removed_in_the_middle() -> Program:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def add() -> None:
+        parametrizations.weight_norm(model[0])
+
+    def remove() -> None:
+        parametrize.remove_parametrizations(model[0], "weight")
+
+    return training(model, optimizer=optimizer, callbacks=[At(2, add), At(7, remove)])
+
+
+@program
+def inference_tensors_as_buffers() -> Program:
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(10, 4)
+            self.register_buffer("center", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) - self.center
+
+    model = Centered()
+
+    class Center(whet.Callback):
+        def after_step(self, state: Any, outcome: Any) -> whet.Action:
+            with torch.inference_mode():
+                model.center = 0.9 * model.center + 0.1 * model.linear(X).mean(0)
+            return whet.Action.NONE
+
+    return training(model, callbacks=[Center()])
+
+
+@program
+def numpy_draws_from_another_bit_generator() -> Program:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.1 * torch.from_numpy(np.random.normal(size=tuple(x.shape))).float()
+
+    np.random.set_bit_generator(np.random.PCG64(3))
+    return training(nn.Sequential(Noise(), nn.Linear(10, 4)))
+
+
+@program
+def nested_tensor_as_an_attribute() -> Program:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(10, 4)
+            self.scales = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.scales = self.scales * 1.01
+            return self.linear(x) * self.scales.values().sum()
+
+    return training(Nested())
+
+
+@program
 def tied_and_untied_in_the_middle() -> Program:
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4))
     model[2].weight = model[1].weight

@@ -1,6 +1,7 @@
 """session.register and register=: objects of the user are saved, restored and checked with the run."""
 
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
+from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
 
 import whet
@@ -261,3 +263,61 @@ def test_a_registered_module_keeps_what_its_state_dict_lacks(tmp_path: Path) -> 
     resumed = train(tmp_path / "run")
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
     assert exactness(tmp_path / "run") == CUSTOM_LOOP
+
+
+class Changing(whet.Callback):
+    """Changes a registered module after step 5."""
+
+    def __init__(self, change: Callable[[], Any]) -> None:
+        self.change = change
+
+    def after_step(self, state: Any, outcome: Any) -> whet.Action:
+        if state.step == 5:
+            self.change()
+        return whet.Action.NONE
+
+
+def train_with_teacher(run: Path, change: Callable[[nn.Sequential], Any], *, stop: int | None = None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, teacher = nn.Linear(10, 4), nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def begin() -> None:
+        change(teacher)
+
+    with whet.Session(model, optimizer, (X, Y), run=run, callbacks=[Changing(begin)], **OPTIONS) as session:
+        session.register("teacher", teacher)
+        for batch in session:
+            session.step(
+                lambda b: f.cross_entropy(model(b[0]), b[1]) + (model(b[0]) - teacher(b[0])).square().mean(), batch
+            )
+            if session.state.step == stop:
+                break
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *teacher.parameters(), *teacher.buffers())]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda teacher: prune.l1_unstructured(teacher[0], "weight", 0.5),
+        lambda teacher: teacher.append(nn.Tanh()),
+        lambda teacher: parametrizations.weight_norm(teacher[1]),
+    ],
+)
+def test_a_registered_module_that_changes_is_restored(change: Callable[[nn.Sequential], Any], tmp_path: Path) -> None:
+    whole = train_with_teacher(tmp_path / "whole", change)
+    train_with_teacher(tmp_path / "run", change, stop=8)
+    resumed = train_with_teacher(tmp_path / "run", change)
+    assert len(whole) == len(resumed)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    assert exactness(tmp_path / "run") == CUSTOM_LOOP
+
+
+def test_a_registered_module_that_cannot_be_made_again_is_named(tmp_path: Path) -> None:
+    class Local(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    train_with_teacher(tmp_path / "run", lambda teacher: teacher.append(Local()), stop=8)
+    train_with_teacher(tmp_path / "run", lambda _: None)
+    assert "'teacher' is not saved: it holds a Local" in exactness(tmp_path / "run")

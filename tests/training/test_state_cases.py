@@ -49,7 +49,9 @@ def exactness(folder: Path) -> list[str]:
 IN_GATE = (
     "stream_of_own_generators", "sampler_with_state", "lookahead", "optimizer_of_every_structure", "averaged_model",
     "extra_state", "shared_containers", "late_buffers", "weight_norm_in_the_middle",
-    "layers_replaced_and_added_in_the_middle", "sparse_momentum",
+    "layers_replaced_and_added_in_the_middle", "sparse_momentum", "head_replaced_and_kept_by_the_optimizer",
+    "weight_norm_added_and_removed_in_the_middle", "inference_tensors_as_buffers",
+    "numpy_draws_from_another_bit_generator", "nested_tensor_as_an_attribute",
 )  # fmt: skip
 assert {*IN_GATE} < {*PROGRAMS}
 

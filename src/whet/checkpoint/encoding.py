@@ -18,6 +18,8 @@ from whet.base.errors import WhetError
 # may come from an untrusted source.
 
 MAX_JSON_BYTES = 64 * 1024**2
+# The facts of a checkpoint also hold the user's lists of numbers, such as a replay buffer.
+MAX_FACTS_BYTES = 256 * 1024**2
 # Limit the nesting, because a malicious file could exceed Python's recursion limit.
 MAX_JSON_DEPTH = 64
 
@@ -30,19 +32,20 @@ def dump_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
-def load_json(data: bytes | bytearray) -> dict[str, Any]:
+def load_json(data: bytes | bytearray, *, max_bytes: int | None = None) -> dict[str, Any]:
     """Decode a JSON object written by `dump_json`. Raise ValueError for JSON with any other formatting."""
-    value = load_foreign_json(data)
+    value = load_foreign_json(data, max_bytes=max_bytes)
     # Encode the value again: any difference means that another program wrote the file.
     if dump_json(value) != data:
         raise ValueError("not canonical JSON")
     return value
 
 
-def load_foreign_json(data: bytes | bytearray) -> dict[str, Any]:
+def load_foreign_json(data: bytes | bytearray, *, max_bytes: int | None = None) -> dict[str, Any]:
     """Decode a JSON object, preserving the order of keys. Raise ValueError for invalid JSON and above the limits."""
-    if len(data) > MAX_JSON_BYTES:
-        raise ValueError(f"{len(data):,} bytes of JSON; at most {MAX_JSON_BYTES:,}")
+    limit = MAX_JSON_BYTES if max_bytes is None else max_bytes
+    if len(data) > limit:
+        raise ValueError(f"{len(data):,} bytes of JSON; at most {limit:,}")
     try:
         value = json.loads(data, parse_constant=_reject_constant, object_pairs_hook=_unique_keys)
     except RecursionError:
@@ -126,17 +129,24 @@ class FileLayout:
         """Total size of all tensors in bytes, without the header."""
         return max((slot.end for slot in self.slots.values()), default=0)
 
-    def header(self) -> bytes:
-        """Return the start of the file: the size of the JSON header, and the header padded to a multiple of 8 bytes."""
+    def header_bytes(self) -> int:
+        """Return the size of the JSON header in bytes."""
+        return len(self._header_text())
+
+    def _header_text(self) -> bytes:
         entries = {
             name: {"dtype": dtype_name(p.dtype), "shape": p.shape, "data_offsets": (p.start, p.end)}
             for name, p in self.slots.items()
         }
         text = json.dumps(entries, separators=(",", ":")).encode()
         # Padding aligns the first tensor to 8 bytes. Later tensors are aligned because wide dtypes come first.
-        text += b" " * (-len(text) % 8)
-        if len(text) > MAX_HEADER_BYTES or len(entries) > MAX_TENSORS:
-            got = f"{len(entries):,} tensors, {len(text):,} bytes of names"
+        return text + b" " * (-len(text) % 8)
+
+    def header(self) -> bytes:
+        """Return the start of the file: the size of the JSON header, and the header padded to a multiple of 8 bytes."""
+        text = self._header_text()
+        if len(text) > MAX_HEADER_BYTES or len(self.slots) > MAX_TENSORS:
+            got = f"{len(self.slots):,} tensors, {len(text):,} bytes of names"
             raise WhetError("too many tensors for a checkpoint", got=got, try_=f"at most {MAX_TENSORS:,}")
         return len(text).to_bytes(8, "little") + text
 

@@ -266,9 +266,11 @@ def open_verified(path: Path, *, expected: FileDigest | None = None) -> Iterator
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             info = os.fstat(descriptor)
-            max_bytes = encoding.MAX_JSON_BYTES if path.suffix == ".json" else 2**53
-            if not stat.S_ISREG(info.st_mode) or info.st_size > max_bytes:
-                raise damaged_error("a file of the checkpoint is not a regular file", path, f"{info.st_size} bytes")
+            if not stat.S_ISREG(info.st_mode):
+                raise damaged_error("a file of the checkpoint is not a regular file", path)
+            if info.st_size > _max_bytes(path):
+                got = f"{info.st_size:,} bytes; at most {_max_bytes(path):,}"
+                raise damaged_error("a file of the checkpoint is too large", path, got)
             if expected is not None and info.st_size != expected.size:
                 got = f"{info.st_size} bytes; expected {expected.size}"
                 raise damaged_error("a file of the checkpoint is damaged", path, got)
@@ -278,6 +280,12 @@ def open_verified(path: Path, *, expected: FileDigest | None = None) -> Iterator
             # These errors do not mean that the file is damaged, so the run must not fall back to an older checkpoint.
             raise durable.explain_os_error(error, doing="read", path=path) from error
         raise damaged_error("a file of the checkpoint cannot be read", path, error.strerror) from None
+
+
+def _max_bytes(path: Path) -> int:
+    if path.name == FACTS:
+        return encoding.MAX_FACTS_BYTES
+    return encoding.MAX_JSON_BYTES if path.suffix == ".json" else 2**53
 
 
 def read_exactly(file: FileIO, num_bytes: int, *, path: Path) -> bytearray:

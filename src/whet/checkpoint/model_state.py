@@ -29,6 +29,7 @@ from whet.checkpoint.reparametrization import (
 )
 from whet.checkpoint.state_decoder import StateDecoder
 from whet.checkpoint.state_encoder import StateEncoder
+from whet.checkpoint.state_format import ID, TAG
 from whet.step.ema import named_tensors
 
 Structure = dict[str, Any]
@@ -220,6 +221,26 @@ def replace_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
 # --- saving and restoring --------------------------------------------------------------------------------------------
 
 
+def encode_structure(
+    model: nn.Module, initial: Structure | None, classes: Classes | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the structure of a model for `match_structure`, and the names of modules that cannot be made again.
+
+    `initial` and `classes` describe the model at the start of the session.
+    """
+    now = describe_structure(model)
+    modules, lost = describe_changes(model, classes)
+    structure = {
+        "now": now,
+        "initial": now if initial is None else initial,
+        "non_persistent": _non_persistent(model),
+        "modules": modules,
+        "ties": describe_ties(model),
+        "reparametrized": describe_reparametrizations(model),
+    }
+    return structure, lost
+
+
 def encode_model(
     encoder: StateEncoder,
     model: nn.Module,
@@ -227,23 +248,21 @@ def encode_model(
     initial: InitialState | None,
     *,
     has_modes: bool,
+    omitted: Collection[tuple[str, str]] = (),
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the state of a model other than its weights, and a message for each part that is not saved.
 
     Without an initial state, only what inference needs is returned. Pass `has_modes=True` if the modules are in the
-    modes used for training; after an evaluation, they may still be in eval mode.
+    modes used for training; after an evaluation, they may still be in eval mode. `omitted` are attributes that are not
+    saved, as (owner, name).
     """
-    now = describe_structure(model)
-    modules, lost = describe_changes(model, None if initial is None else initial.classes)
+    structure, lost = encode_structure(
+        model, None if initial is None else initial.structure, None if initial is None else initial.classes
+    )
+    now, modules = structure["now"], structure["modules"]
+    ties, reparametrized = structure["ties"], structure["reparametrized"]
     facts: dict[str, Any] = {
-        "structure": {
-            "now": now,
-            "initial": now if initial is None else initial.structure,
-            "non_persistent": _non_persistent(model),
-            "modules": modules,
-            "ties": (ties := describe_ties(model)),
-            "reparametrized": (reparametrized := describe_reparametrizations(model)),
-        },
+        "structure": structure,
         "sparse": {
             name: encoder.encode(tensor, f"attribute/{name}")
             for name, tensor in named_tensors(model)
@@ -266,6 +285,7 @@ def encode_model(
     facts["attributes"], gaps = attributes.encode_attributes(
         encoder, model, optimizers, initial.attributes, max_bytes=_max_bytes(model)
     )
+    _leave_out(facts["attributes"]["now"], omitted)
     late = late_changes(initial.structure, now, initial.reparametrized, reparametrized)
     # A resume recreates these modules, so do not report their parameters.
     made = {name for name, _ in modules["changed"]} | {*modules["removed"]} - {*lost}
@@ -278,6 +298,35 @@ def encode_model(
             "model with the same change, made before the session"
         )
     return facts, gaps
+
+
+def _leave_out(now: dict[str, dict[str, Any]], omitted: Collection[tuple[str, str]]) -> None:
+    """Remove the values of attributes from their encoding, and those of attributes that refer into them."""
+    rest = [(owner, name) for owner, name in omitted if name in now.get(owner, {})]
+    defined: set[str] = set()
+    while rest:
+        for owner, name in rest:
+            defined |= _texts(now[owner][name], (ID, "name", "path", "value"))
+            now[owner][name] = {TAG: "opaque"}
+        rest = [
+            (owner, name)
+            for owner, attributes_of in now.items()
+            for name, encoded in attributes_of.items()
+            if _texts(encoded, ("of",)) & defined
+        ]
+
+
+def _texts(encoded: Any, keys: tuple[str, ...]) -> set[str]:
+    """Return the strings under some keys of an encoded value, at any depth."""
+    found, rest = set(), [encoded]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict):
+            found |= {value[key] for key in keys if isinstance(value.get(key), str)}
+            rest += value.values()
+        elif isinstance(value, list):
+            rest += value
+    return found
 
 
 def join_extra(name: str) -> str:

@@ -18,7 +18,10 @@ _PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_
 """State with the shape of its parameter. Fused kernels do not check the shape and would write out of bounds."""
 
 _GONE = "@gone"
-"""Stands for a parameter that is no longer in the model, such as one replaced by weight_norm."""
+"""Stands for a parameter that is no longer in the model, such as one replaced by weight_norm.
+
+Its values, gradient and state are saved by its position in the parameter groups.
+"""
 
 
 def state_name(prefix: str, parameter: str, key: object) -> str:
@@ -86,7 +89,35 @@ def _encode_parts(
         else:
             entry["value"] = encoder.encode(values, state_name(prefix, path, "value"))
         state.append(entry)
-    return {"groups": groups, "state": state}
+    orphans = _encode_orphans(encoder, optimizer, names, num_groups=num_groups, prefix=prefix)
+    return {"groups": groups, "state": state, **({"orphans": orphans} if orphans else {})}
+
+
+def _encode_orphans(
+    encoder: StateEncoder, optimizer: Optimizer, names: Mapping[Any, str], *, num_groups: int | None, prefix: str
+) -> list[dict[str, Any]]:
+    """Return the parameters of the groups that are no longer in the model, with their gradients and states."""
+    orphans: list[dict[str, Any]] = []
+    for number, group in enumerate(optimizer.param_groups[:num_groups]):
+        for index, parameter in enumerate(group["params"]):
+            if parameter in names:
+                continue
+            path = f"{_GONE}/{number}.{index}"
+            values = optimizer.state.get(parameter)
+            orphan: dict[str, Any] = {
+                "group": number,
+                "index": index,
+                "parameter": encoder.encode(parameter, state_name(prefix, path, "values")),
+                # The user's loop may clear only the gradients of the model.
+                "gradient": encoder.encode(parameter.grad, state_name(prefix, path, "gradient")),
+            }
+            if isinstance(values, dict):
+                orphan["items"] = [
+                    [encoder.encode(key, prefix), encoder.encode(value, state_name(prefix, path, key))]
+                    for key, value in values.items()
+                ]
+            orphans.append(orphan)
+    return orphans
 
 
 def inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
@@ -199,7 +230,25 @@ class OptimizerRestorer:
         is_same = saved == {id(p) for p in now}
         is_late = all(name in self._late for name in names if id(self._by_name.get(name)) not in {id(p) for p in now})
         is_replaced = (gone or is_late) and all(id(p) in saved or id(p) not in in_model for p in now)
-        return order if len(order) == len(names) and (is_same or is_replaced) else None
+        if len(order) == len(names) and (is_same or is_replaced):
+            return order
+        return self._with_orphans(names, now)
+
+    def _with_orphans(self, names: Sequence[str], now: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the parameters of a group with a new one for each that the saved run has removed from the model.
+
+        A module that is replaced by one of the same class does not change the structure of the model, so the group of
+        a new session has the parameters of this module. The saved run no longer trained them.
+        """
+        named = [self._by_name.get(name) for name in names if name != _GONE]
+        known = {id(p) for p in named}
+        others = [p for p in now if id(p) not in known]
+        is_known = all(p is not None and (id(p) in map(id, now)) for p in named)
+        if not is_known or len(others) != names.count(_GONE):
+            return None
+        in_model = {id(p) for p in self._by_name.values()}
+        made = (torch.nn.Parameter(p.detach().clone()) if id(p) in in_model else p for p in others)
+        return [next(made) if name == _GONE else self._by_name[name] for name in names]
 
     def _decode_parts(
         self, optimizer: Optimizer, facts: Mapping[str, Any]
@@ -225,6 +274,19 @@ class OptimizerRestorer:
             state[parameter] = self._values(entry)
             if "items" in entry:
                 # Tensors on disk are contiguous, but fused kernels need the state in the layout of its parameter.
+                align_state(parameter, state[parameter])
+        for orphan in facts.get("orphans", ()):
+            parameter = optimizer.param_groups[orphan["group"]]["params"][orphan["index"]]
+            saved = self._decoder.decode(orphan["parameter"])
+            if orphan["parameter"].get("$") == "reference" and saved.shape == parameter.shape:
+                # Keep the memory, because the user's code may hold views of it.
+                local_tensor(parameter.detach()).copy_(saved.detach())
+            else:
+                parameter.data = saved.detach().to(parameter.device)
+            parameter.requires_grad_(saved.requires_grad)
+            parameter.grad = self._decoder.decode(orphan["gradient"])
+            if "items" in orphan:
+                state[parameter] = self._values(orphan)
                 align_state(parameter, state[parameter])
         return groups, state
 

@@ -1,6 +1,6 @@
 """Snapshots of the state of a run: named tensors, and plain JSON for everything else. Nothing is pickled."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,10 +20,16 @@ from whet.checkpoint.optimizer_state import encode_optimizer
 from whet.checkpoint.shards import WantedRows
 from whet.checkpoint.state_decoder import StateDecoder
 from whet.checkpoint.state_encoder import NotEncodableError, StateEncoder
+from whet.checkpoint.state_format import TAG
 from whet.device.abstract import AbstractDevice
 from whet.device.random_streams import RandomStreams
 from whet.distributed.strategies import RowRange, local_rows, local_tensor
 from whet.step.ema import Ema, named_tensors
+
+REGISTERED = "the registered object"
+"""Begins the names of registered objects in messages."""
+OMITTED: dict[str, Any] = {TAG: "omitted"}
+"""Stands for a registered object that is too large for a checkpoint, or whose state no longer has an encoding."""
 
 
 class Stateful(Protocol):
@@ -76,6 +82,9 @@ def take_snapshot(
     has_gradients: bool = False,
     registered: Mapping[str, Stateful] | None = None,
     initial: InitialState | None = None,
+    omitted: Collection[str] = (),
+    omitted_attributes: Collection[tuple[str, str]] = (),
+    omits_opaque: bool = False,
 ) -> Snapshot:
     """Return the state of everything that changes during training.
 
@@ -83,7 +92,9 @@ def take_snapshot(
     saved, because groups added later do not belong to the run. `others` maps names to additional optimizers and their
     scalers. With `has_gradients`, gradients are saved too, because user code may accumulate them over several steps.
     `registered` maps names to user objects. With `initial`, flags and attributes of modules and optimizers are also
-    saved. Raise UsageError for state that cannot be encoded.
+    saved. The registered objects in `omitted` and the attributes in `omitted_attributes`, as (owner, name), are not
+    saved. Raise UsageError for state that cannot be encoded; with `omits_opaque`, registered objects that cannot be
+    encoded are omitted too.
     """
     tensors = model_tensors(model)
     encoder = StateEncoder(tensors)
@@ -96,13 +107,24 @@ def take_snapshot(
         for name, (other, other_scaler) in (others or {}).items():
             facts_of_other = encode_optimizer(encoder, model, other, prefix=f"optimizer/@{name}/")
             other_facts[name] = {"optimizer": facts_of_other, "scaler": other_scaler.state_dict()}
-        registered_facts = {
-            name: encoder.encode(owner.state_dict(), f"registered/{name}") for name, owner in (registered or {}).items()
-        }
+        registered_facts: dict[str, Any] = {}
+        gaps: list[str] = []
+        for name, owner in (registered or {}).items():
+            registered_facts[name] = OMITTED
+            if name in omitted:
+                continue
+            try:
+                registered_facts[name] = encoder.encode(owner.state_dict(), f"registered/{name}")
+            except NotEncodableError as error:
+                if not omits_opaque:
+                    raise
+                gaps.append(f"{REGISTERED} {name!r} is not saved: it holds a {error.kind}, which has no encoding")
         progress_facts = encoder.encode(progress, "progress/")
         # Unless the user's own code runs the steps, training happens only in train mode.
         has_modes = model.training or has_gradients
-        model_facts, gaps = encode_model(encoder, model, optimizers, initial, has_modes=has_modes)
+        model_facts, model_gaps = encode_model(
+            encoder, model, optimizers, initial, has_modes=has_modes, omitted=omitted_attributes
+        )
         named = model.named_parameters() if has_gradients else ()
         gradients = {n: encoder.encode(p.grad, f"gradient/{n}") for n, p in named if p.grad is not None}
     except NotEncodableError as error:
@@ -124,7 +146,7 @@ def take_snapshot(
         "device": device.kind,
     }
     local = {name: local_tensor(tensor.detach()) for name, tensor in tensors.items()}
-    return Snapshot(tensors=local, facts=facts, info=info, rows=rows, gaps=tuple(gaps))
+    return Snapshot(tensors=local, facts=facts, info=info, rows=rows, gaps=(*gaps, *model_gaps))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from whet.checkpoint.model_state import (
 )
 from whet.checkpoint.optimizer_state import OptimizerRestorer
 from whet.checkpoint.shared_memory import overlaps_itself
-from whet.checkpoint.snapshot import Snapshot, Stateful, check_finite, model_tensors, stored_form
+from whet.checkpoint.snapshot import OMITTED, Snapshot, Stateful, check_finite, model_tensors, stored_form
 from whet.checkpoint.state_decoder import StateDecoder
 from whet.device.abstract import AbstractDevice
 from whet.device.errors import is_out_of_memory
@@ -85,7 +85,7 @@ def restore_snapshot(
             scaler.load_state_dict(snapshot.facts["scaler"])
         _restore_others(snapshot, restorer, others or {})
         for name, owner in (registered or {}).items():
-            if name in snapshot.facts["registered"]:
+            if snapshot.facts["registered"].get(name, OMITTED) != OMITTED:
                 owner.load_state_dict(decoder.decode(snapshot.facts["registered"][name]))
         changes: list[str] = []
         if initial is not None:
@@ -122,6 +122,9 @@ def restore_registered(
     """
     if name not in snapshot.facts["registered"]:
         return False
+    if snapshot.facts["registered"][name] == OMITTED:
+        # A gap of the checkpoint names the object.
+        return True
     with preserve_rng(device):
         owner.load_state_dict(_decoder(snapshot, model, device.torch_device).decode(snapshot.facts["registered"][name]))
     return True

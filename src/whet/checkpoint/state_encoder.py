@@ -7,7 +7,7 @@ import math
 import random
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +41,7 @@ class NotEncodableError(TypeError):
     def __init__(self, path: str, value: object, *, why: str = "") -> None:
         super().__init__(f"{path} is a {type(value).__name__}{why}")
         self.path = path
+        self.kind = type(value).__name__
 
 
 class _Encoded(NamedTuple):
@@ -259,14 +260,19 @@ class ValueEncoder:
             facts = {
                 "class": f"{kind.__module__}:{kind.__qualname__}",
                 "metadata": self.encode(metadata, path, depth + 1),
-                "shape": list(value.shape),
-                "stride": list(value.stride()),
+                "shape": _plain_sizes(value.shape),
+                "stride": _plain_sizes(value.stride()),
             }
         else:
             raise NotEncodableError(path, value, why=f" with the layout {value.layout}")
         encoded = {name: self.encode(part, join_path(path, name), depth + 1) for name, part in parts.items()}
         name = "subclass" if "class" in facts else "sparse"
         return {TAG: name, **facts, "parts": encoded, **tensor_flags(value)}
+
+
+def _plain_sizes(sizes: Sequence[Any]) -> list[int]:
+    """Return sizes as integers, with -1 for the ragged size of a nested tensor, which follows from its parts."""
+    return [size if type(size) is int else -1 for size in sizes]
 
 
 def _has_id(encoded: list[Any]) -> bool:

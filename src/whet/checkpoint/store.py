@@ -113,10 +113,18 @@ def list_steps(folder: Path) -> list[int]:
 
 def _facts_bytes(snapshot: Snapshot) -> bytes:
     try:
-        return encoding.dump_json(snapshot.facts)
+        data = encoding.dump_json(snapshot.facts)
     except (TypeError, ValueError) as error:
         what = "the state of the optimizer or the data is not JSON-serializable"
         raise WhetError(what, got=str(error), try_="numbers, strings, lists and dicts of them") from None
+    if len(data) > encoding.MAX_FACTS_BYTES:
+        # No reader would accept the file.
+        raise WhetError(
+            "the state is too large for a checkpoint",
+            got=f"{len(data):,} bytes of numbers and text outside tensors",
+            try_=f"at most {encoding.MAX_FACTS_BYTES:,}; a tensor or a NumPy array for long lists of numbers",
+        )
+    return data
 
 
 def _entry(name: str, tensor: Tensor) -> SavedTensor:
@@ -169,7 +177,7 @@ def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
         # `read_rows` below reads the shards piece by piece.
         sharded = shard_files(manifest)
         data = {n: read_verified(path / n, expected=file) for n, file in manifest.files.items() if n not in sharded}
-        facts = encoding.load_json(data.pop(FACTS))
+        facts = encoding.load_json(data.pop(FACTS), max_bytes=encoding.MAX_FACTS_BYTES)
         tensors: dict[str, Tensor] = {}
         for name in sorted(data):
             if name.endswith(".safetensors"):
@@ -195,7 +203,7 @@ def encode_and_decode(snapshot: Snapshot) -> Snapshot:
         place[: len(chunk)] = chunk
         place = place[len(chunk) :]
     place.release()
-    facts = encoding.load_json(_facts_bytes(snapshot))
+    facts = encoding.load_json(_facts_bytes(snapshot), max_bytes=encoding.MAX_FACTS_BYTES)
     return Snapshot(tensors=decode_tensors(data), facts=facts, info=snapshot.info)
 
 

@@ -4,8 +4,8 @@ The loader's batch size is the global batch size. The plan decides `num_workers`
 except for iterable datasets, which are divided between the loader's own workers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import Any, cast
 
 import torch
 from torch.utils.data import (
@@ -130,7 +130,7 @@ def loader_order(loader: DataLoader[Any], *, seed: int) -> SampleOrder:
     """
     batch_sampler = loader.batch_sampler
     if type(batch_sampler) is not BatchSampler:
-        return _iterated(batch_sampler, seed=seed, batch_size=None)
+        return _iterated(batch_sampler, seed=seed, batch_size=None, num_rows=_num_rows(loader))
     # loader.sampler is not used in DataLoader(batch_sampler=BatchSampler(...)).
     sampler: Any = batch_sampler.sampler
     batch_size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
@@ -159,13 +159,24 @@ def loader_order(loader: DataLoader[Any], *, seed: int) -> SampleOrder:
     if type(sampler) is DistributedSampler:
         # whet divides every global batch between the ranks, so the loader must not divide the data too.
         return SeededOrder(size, batch_size=batch_size, seed=seed, shuffle=sampler.shuffle, drop_last=drop_last)
-    return _iterated(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last)
+    return _iterated(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last, num_rows=_num_rows(loader))
 
 
-def _iterated(sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> SampleOrder:
-    if isinstance(sampler, StatefulIterable) or not hasattr(sampler, "__len__"):
-        return StreamedOrder(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last)
-    return SamplerOrder(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last)
+def _iterated(
+    sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False, num_rows: int | None
+) -> SampleOrder:
+    is_streamed = isinstance(sampler, StatefulIterable) or not hasattr(sampler, "__len__")
+    kind = StreamedOrder if is_streamed else SamplerOrder
+    return kind(sampler, seed=seed, batch_size=batch_size, drop_last=drop_last, num_rows=num_rows)
+
+
+def _num_rows(loader: DataLoader[Any]) -> int | None:
+    """Return the number of rows of a dataset that `loader_columns` reads; None for any other dataset."""
+    dataset: Any = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    is_columns = type(dataset) is TensorDataset and loader.collate_fn is default_collate
+    return len(cast("Sized", loader.dataset)) if is_columns else None
 
 
 def loader_columns(loader: DataLoader[Any]) -> Columns | None:

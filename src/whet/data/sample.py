@@ -151,7 +151,7 @@ def _explain(error: Exception, problem: str, call: str) -> BadSampleError:
 @contextlib.contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
     """Seed the generators of Python, NumPy and torch on entry, and restore them on exit."""
-    saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    saved = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     # Datasets may use any of the three generators for augmentation.
     random.seed(seed)
     # NumPy accepts only 32-bit seeds.

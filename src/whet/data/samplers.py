@@ -31,9 +31,20 @@ _SAMPLER = 0x5A3B1E
 class SamplerOrder(SampleOrder):
     """The order of a sampler or batch sampler that has a length."""
 
-    def __init__(self, sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> None:
-        """Divide the indices of `sampler` into batches. If `batch_size` is None, `sampler` is a batch sampler."""
-        self._sampler, self._seed = sampler, seed
+    def __init__(
+        self,
+        sampler: Any,
+        *,
+        seed: int,
+        batch_size: int | None,
+        drop_last: bool = False,
+        num_rows: int | None = None,
+    ) -> None:
+        """Divide the indices of `sampler` into batches. If `batch_size` is None, `sampler` is a batch sampler.
+
+        `num_rows` is the number of rows if the data is columns in memory.
+        """
+        self._sampler, self._seed, self._num_rows = sampler, seed, num_rows
         self._batch_size, self._drop_last = batch_size, drop_last
         self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None
         """The latest epoch that was drawn: its number, its indices, and the ends of its batches."""
@@ -76,6 +87,7 @@ class SamplerOrder(SampleOrder):
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         if self._drawn is None or self._drawn[0] != epoch:
             drawn = self._draw(self._sampler, epoch)
+            check_rows(drawn[0], self._num_rows)
             self.inexact_reason = self.inexact_reason or self._difference(drawn, epoch)
             self._drawn = epoch, *drawn
         return self._drawn[1:]
@@ -87,8 +99,8 @@ class SamplerOrder(SampleOrder):
         if self._batch_size is None:
             batches = [as_indices(batch) for batch in drawn if len(batch)]
             indices = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
-            return indices, np.cumsum([len(batch) for batch in batches], dtype=np.int64)
-        indices = as_indices(drawn)
+            return from_start(indices, self._num_rows), np.cumsum([len(batch) for batch in batches], dtype=np.int64)
+        indices = from_start(as_indices(drawn), self._num_rows)
         if self._drop_last:
             indices = indices[: len(indices) - len(indices) % self._batch_size]
         step = self._batch_size
@@ -116,8 +128,16 @@ class StreamedOrder(SampleOrder):
 
     num_samples = None
 
-    def __init__(self, sampler: Any, *, seed: int, batch_size: int | None, drop_last: bool = False) -> None:
-        self._sampler, self._seed = sampler, seed
+    def __init__(
+        self,
+        sampler: Any,
+        *,
+        seed: int,
+        batch_size: int | None,
+        drop_last: bool = False,
+        num_rows: int | None = None,
+    ) -> None:
+        self._sampler, self._seed, self._num_rows = sampler, seed, num_rows
         self._batch_size, self._drop_last = batch_size, drop_last
         self._reader = StreamReader(sampler, iterate=self._iterate, read=self._read, length=len)
         if not self._reader.has_state:
@@ -153,7 +173,11 @@ class StreamedOrder(SampleOrder):
                 batch = list(itertools.islice(iterator, self._batch_size))
         if self._batch_size is not None and self._drop_last and len(batch) < self._batch_size:
             return None
-        return as_indices(batch) if len(batch) else None
+        if not len(batch):
+            return None
+        indices = from_start(as_indices(batch), self._num_rows)
+        check_rows(indices, self._num_rows)
+        return indices
 
 
 def copy_sampler(sampler: Any) -> Any:
@@ -166,6 +190,23 @@ def copy_sampler(sampler: Any) -> Any:
         return copy.deepcopy(sampler, shared)
     except Exception:
         return None
+
+
+def from_start(indices: np.ndarray, num_rows: int | None) -> np.ndarray:
+    """Return indices of rows counted from the first one. Negative indices count from the end, as in a list."""
+    return indices if num_rows is None else np.where(indices < 0, indices + num_rows, indices)
+
+
+def check_rows(indices: np.ndarray, num_rows: int | None) -> None:
+    """Raise UsageError for an index that the data does not have."""
+    if num_rows is None or not len(indices) or (indices.min() >= 0 and indices.max() < num_rows):
+        return
+    wrong = indices.max() if indices.max() >= num_rows else indices.min()
+    raise UsageError(
+        "the sampler yields an index that the dataset does not have",
+        got=f"{wrong}; the dataset has {num_rows:,} samples",
+        try_=f"indices from 0 to {num_rows - 1:,}",
+    )
 
 
 def as_indices(drawn: Sequence[Any]) -> np.ndarray:

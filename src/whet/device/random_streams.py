@@ -140,27 +140,50 @@ def _encode(states: Mapping[str, Any], prefix: str) -> tuple[dict[str, Tensor], 
     numpy = states["numpy"]
     tensors = {f"{prefix}{name}": state for name, state in states.items() if isinstance(state, Tensor)}
     tensors[f"{prefix}python"] = torch.tensor(words, dtype=torch.int64)
+    facts = {"python": {"version": version, "gauss": gauss}}
+    if numpy["bit_generator"] != "MT19937":
+        # np.random.set_bit_generator accepts any other generator.
+        return tensors, {**facts, "numpy": {"state": encode_plain(numpy)}}
     tensors[f"{prefix}numpy"] = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
     cached = {"position": numpy["state"]["pos"], "has_gauss": numpy["has_gauss"], "cached": numpy["gauss"]}
-    return tensors, {
-        "python": {"version": version, "gauss": gauss},
-        "numpy": {"name": numpy["bit_generator"], **cached},
-    }
+    return tensors, {**facts, "numpy": {"name": numpy["bit_generator"], **cached}}
+
+
+def encode_plain(value: Any) -> Any:
+    """Return the state of a NumPy generator as JSON. It consists of dicts, integers and arrays of integers.
+
+    >>> encode_plain({"key": np.array([1, 2], dtype=np.uint64), "inc": 2**100})
+    {'key': {'dtype': '<u8', 'items': [1, 2]}, 'inc': 1267650600228229401496703205376}
+    """
+    if isinstance(value, dict):
+        return {key: encode_plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "items": value.tolist()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def decode_plain(value: Any) -> Any:
+    """Return the state that `encode_plain` encoded."""
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"dtype", "items"}:
+        return np.array(value["items"], dtype=value["dtype"])
+    return {key: decode_plain(item) for key, item in value.items()}
 
 
 def _decode(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     python, numpy = facts["python"], facts["numpy"]
-    words = {"key": tensors[f"{prefix}numpy"].numpy().astype(np.uint32), "pos": numpy["position"]}
+    if "state" in numpy:
+        numpy_state = decode_plain(numpy["state"])
+    else:
+        words = {"key": tensors[f"{prefix}numpy"].numpy().astype(np.uint32), "pos": numpy["position"]}
+        cached = {"has_gauss": numpy["has_gauss"], "gauss": numpy["cached"]}
+        numpy_state = {"bit_generator": numpy["name"], "state": words, **cached}
     kinds = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
     return {
         **{kind: tensors[prefix + kind] for kind in kinds if "/" not in kind and kind not in ("python", "numpy")},
         "python": (python["version"], tuple(tensors[f"{prefix}python"].tolist()), python["gauss"]),
-        "numpy": {
-            "bit_generator": numpy["name"],
-            "state": words,
-            "has_gauss": numpy["has_gauss"],
-            "gauss": numpy["cached"],
-        },
+        "numpy": numpy_state,
     }
 
 
@@ -336,6 +359,8 @@ class _NumpyGenerator(_AbstractGenerator):
             if words == self._unused:
                 return words
         state = np.random.get_state(legacy=False)
+        if state["bit_generator"] != "MT19937":
+            return repr(encode_plain(state)).encode()
         rest = (state["state"]["pos"], state["has_gauss"], state["gauss"])
         return bytes(state["state"]["key"].tobytes()) + repr(rest).encode()
 
@@ -346,4 +371,5 @@ class _NumpyGenerator(_AbstractGenerator):
         np.random.set_state(state)
 
     def seeded(self, seed: int) -> Any:
-        return np.random.RandomState(seed % 2**32).get_state(legacy=False)
+        kind = type(np.random.mtrand._rand._bit_generator)
+        return np.random.RandomState(kind(seed % 2**32)).get_state(legacy=False)

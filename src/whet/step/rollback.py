@@ -27,12 +27,14 @@ class SavedBuffer(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module, name: str, buffer: Tensor) -> "SavedBuffer":
         """Copy the values of a buffer."""
-        return cls(module, name, buffer, buffer._version, buffer.detach().clone())
+        # A tensor made in inference mode counts no versions. Its copy must not be one either.
+        with torch.inference_mode(mode=False):
+            return cls(module, name, buffer, _version(buffer), buffer.detach().clone())
 
     def has_changed(self) -> bool:
         """Return whether the buffer was replaced or its values changed."""
         # Values are compared too, because some kernels do not update the version counter.
-        if self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version:
+        if self.module._buffers.get(self.name) is not self.buffer or _version(self.buffer) != self.version:
             return True
         # torch cannot compare sparse tensors.
         return self.buffer.layout is not torch.strided or not torch.equal(self.buffer, self.values)
@@ -45,6 +47,10 @@ class SavedBuffer(NamedTuple):
         except RuntimeError:
             # An expanded tensor cannot be written to, because its elements share memory.
             self.module._buffers[self.name] = self.values
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class BufferSnapshot:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from whet.base.errors import WhetError
+from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store, writer
+from whet.checkpoint.limits import Excess, StatePart, find_excess
 from whet.checkpoint.manifest import CheckpointInfo, DamagedCheckpointError
 from whet.checkpoint.model_state import InitialState
 from whet.checkpoint.sharded_save import rank_part, save_sharded
@@ -90,6 +91,8 @@ class Checkpointer:
         self._rejected: set[int] = set()
         """Steps whose checkpoints were rejected when the run resumed."""
         self._last_bytes = 0
+        self._omitted: set[StatePart] = set()
+        """Parts of the state that are too large for a checkpoint."""
         self._num_failures = 0
 
     def remove_leftovers(self) -> None:
@@ -184,7 +187,33 @@ class Checkpointer:
                 "data": {**self._data_facts(), "position": progress["position"]},
             }
         )
-        snapshot = take_snapshot(
+        snapshot = self._encode_state(info)
+        while (excess := find_excess(snapshot)) is not None:
+            self._omit(excess)
+            snapshot = self._encode_state(info)
+        for gap in snapshot.gaps:
+            run.record_unsaved_state(gap)
+        return replace(snapshot, info=snapshot.info.model_copy(update={"gaps": self._info.gaps}))
+
+    def _omit(self, excess: Excess) -> None:
+        """Leave the largest part of the state out of all later checkpoints. Raise UsageError before the first step."""
+        part, is_new = excess.part, self._run.state.step == 0
+        if part is None or is_new:
+            whole = f"{excess.got}; at most {excess.limit}"
+            raise UsageError(
+                "the state of this run is too large for a checkpoint",
+                got=whole if part is None else f"{part} has {excess.got_part}; the state has {whole}",
+                try_="one tensor or NumPy array instead of many, or of a long list; or run=None",
+            )
+        self._omitted.add(part)
+        gap = f"{part} is not saved: with it, a checkpoint would have more than {excess.limit}"
+        self._run.record_unsaved_state(gap)
+
+    def _encode_state(self, info: CheckpointInfo) -> Snapshot:
+        run, state, stepper = self._run, self._run.state, self._run.stepper
+        omitted = {(part.kind, part.name) for part in self._omitted}
+        callbacks = run.callbacks.state_dict()
+        return take_snapshot(
             stepper.model,
             stepper.optimizer,
             run.device,
@@ -193,23 +222,24 @@ class Checkpointer:
             ema=stepper.ema,
             step=state.step,
             progress={
-                "progress": progress,
+                "progress": state.state_dict(),
                 "schedule": run.rates.state_dict(),
                 "source": run.source.state(run.state.position),
                 "initial": run.rates.initial,
                 "code": run.sources.state_dict(),
-                "callbacks": run.callbacks.state_dict(),
+                "callbacks": {name: saved for name, saved in callbacks.items() if ("callback", name) not in omitted},
             },
             info=info,
-            num_groups=len(base_rates),
+            num_groups=len(run.rates.base),
             others=run.other_optimizers,
             has_gradients=run.has_users_gradients,
             registered=run.registered.owners,
             initial=self.initial,
+            omitted={part.name for part in self._omitted if part.kind == "registered"},
+            omitted_attributes={(part.owner, part.name) for part in self._omitted if part.kind == "attribute"},
+            # State that appears later is named, and the run goes on.
+            omits_opaque=state.step > 0,
         )
-        for gap in snapshot.gaps:
-            run.record_unsaved_state(gap)
-        return replace(snapshot, info=snapshot.info.model_copy(update={"gaps": self._info.gaps}))
 
     def _begin_write(self, snapshot: Snapshot, *, urgency: Urgency, start: float) -> None:
         run, group, folder = self._run, self._run.group, self._folder

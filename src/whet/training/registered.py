@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint.attributes import load_attributes, saved_attributes
+from whet.checkpoint.late_modules import Classes, describe_classes
+from whet.checkpoint.model_state import Structure, describe_structure, encode_structure, match_structure
 from whet.checkpoint.snapshot import Stateful
+from whet.checkpoint.state_encoder import NotEncodableError
 from whet.checkpoint.state_format import missing_children, seed_of_spawner, spawn
 
 Restore = Callable[[str, Stateful], bool]
@@ -23,6 +26,8 @@ class RegisteredObjects:
 
     def __init__(self, objects: Mapping[str, Any] | None = None) -> None:
         self.objects: dict[str, Any] = {}
+        self._begun: dict[str, tuple[Structure, Classes]] = {}
+        """The structure and the classes of the registered modules when they were registered."""
         self._restore: Restore | None = None
         self._saved: set[str] = set()
         """Names in the checkpoint from which the run was restored."""
@@ -32,7 +37,10 @@ class RegisteredObjects:
     @property
     def owners(self) -> dict[str, Stateful]:
         """The objects by name, each in a form that has state_dict and load_state_dict."""
-        return {name: _owner(obj) for name, obj in self.objects.items()}
+        return {
+            name: ModuleState(obj, self._begun[name]) if isinstance(obj, nn.Module) else _owner(obj)
+            for name, obj in self.objects.items()
+        }
 
     def add(self, name: str, obj: Any) -> None:
         """Register an object. If the run was restored from a checkpoint that has its state, load that state."""
@@ -45,6 +53,8 @@ class RegisteredObjects:
             raise UsageError("two objects are registered by one name", got=repr(name), try_=hint)
         check_has_state(name, obj)
         self.objects[name] = obj
+        if isinstance(obj, nn.Module):
+            self._begun[name] = describe_structure(obj), describe_classes(obj)
         self._load(name)
 
     def restore(self, names: Mapping[str, Any], restore: Restore) -> None:
@@ -101,27 +111,35 @@ _PLAIN = (
 
 
 def _owner(obj: Any) -> Stateful:
-    if isinstance(obj, nn.Module):
-        return ModuleState(obj)
     owner: Stateful = obj if _has_methods(obj) else PlainState(obj)
     return owner
 
 
 class ModuleState:
-    """The complete state of a module, including attributes, non-persistent buffers, and train and eval modes."""
+    """The complete state of a module.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    It includes changes of its structure such as pruning, attributes, non-persistent buffers, and train and eval modes.
+    """
+
+    def __init__(self, module: nn.Module, begun: tuple[Structure, Classes]) -> None:
+        """`begun` are the structure and the classes of the module when it was registered."""
+        self._module, self._begun = module, begun
 
     def state_dict(self) -> dict[str, Any]:
         """Return the module's own state_dict and the state that it leaves out."""
+        structure, lost = encode_structure(self._module, *self._begun)
+        if lost:
+            raise NotEncodableError(f"registered/{lost[0]}", self._module.get_submodule(lost[0]))
         own = self._module.state_dict()
         buffers = {name: tensor for name, tensor in self._module.named_buffers() if name not in own}
         modes = {name: module.training for name, module in self._module.named_modules()}
-        return {"own": own, "buffers": buffers, "modes": modes, "attributes": saved_attributes(self._module)}
+        attributes = saved_attributes(self._module)
+        return {"own": own, "buffers": buffers, "modes": modes, "attributes": attributes, "structure": structure}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `state_dict` returned."""
+        if "structure" in state:
+            match_structure(state["structure"], self._module, None)
         self._module.load_state_dict(state["own"])
         named = dict(self._module.named_modules())
         for name, buffer in state["buffers"].items():

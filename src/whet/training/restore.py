@@ -15,7 +15,7 @@ from whet.base.units import format_list
 from whet.base.version import VERSION
 from whet.checkpoint.manifest import CheckpointInfo, EnvironmentValue
 from whet.checkpoint.model_state import InitialState
-from whet.checkpoint.snapshot import Snapshot
+from whet.checkpoint.snapshot import OMITTED, Snapshot
 from whet.checkpoint.snapshot_restore import MOVE_CHECKPOINT, restore_registered, restore_snapshot
 from whet.device.abstract import AbstractDevice
 from whet.plan.plan import Plan
@@ -171,8 +171,10 @@ def restore_run(
     if unmatched:
         reasons.append(f"other callbacks with state ({', '.join(unmatched)})")
     length = run.source.num_samples
-    if length is not None and state.position.samples >= length:
-        # The data has become shorter and the epoch has no samples left: continue with the next epoch.
+    is_other_length = snapshot.info.data.get("num_samples") != length
+    if length is not None and is_other_length and state.position.samples >= length:
+        # An epoch may also be longer than the first one, if the user's sampler grows. Here, the data has become shorter
+        # and the epoch has no samples left: continue with the next epoch.
         state.position = replace(state.position, epoch=state.position.epoch + 1, samples=0)
     if (reason := run.source.inexact_reason()) is not None:
         reasons.append(reason)
@@ -180,7 +182,11 @@ def restore_run(
         # Compare the state with the checkpoint, so that only a complete restore is called exact.
         is_pending = not snapshot.facts["registered"].keys() <= run.registered.objects.keys()
         names = restored_differences(snapshot, run)
+        # A gap of the checkpoint names each object that it does not hold.
+        omitted = [name for name, encoded in snapshot.facts["registered"].items() if encoded == OMITTED]
+        unsaved = tuple(start + name for name in omitted for start in ("registered.", "registered state "))
         names = [name for name in names if not (is_pending and name.startswith("registered"))]
+        names = [name for name in names if not name.startswith(unsaved)]
         reasons += [f"not restored: {format_list(names, separator='; ')}"] if names else []
     reasons += snapshot.info.gaps
     missing = missing_state(snapshot.info, is_custom_loop=run.config.is_custom_loop)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
 from whet.checkpoint import store
+from whet.checkpoint.snapshot import REGISTERED
 from whet.data.batch import GlobalBatch, MicroBatch
 from whet.data.order import mix_seed
 from whet.data.source import AbstractSource
@@ -193,7 +194,8 @@ class RunContext:
         """Record a gap in all later checkpoints and log one warning about it."""
         if self.checkpointer is not None and self.checkpointer.record_unsaved_state(gap, is_variable=is_variable):
             how = "session.register(name, object)" if self.config.is_custom_loop else "register={name: object}"
-            reason = f"checkpoints do not hold the whole state: {gap} ({how} saves an object)"
+            hint = "" if gap.startswith(REGISTERED) else f" ({how} saves an object)"
+            reason = f"checkpoints do not hold the whole state: {gap}{hint}"
             if is_variable:
                 reason = f"{gap} and is not saved with the run ({how}, if training reads it)"
             self.log.event("warning", step=self.state.step, reason=reason, retry="never")
