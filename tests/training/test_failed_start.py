@@ -342,6 +342,8 @@ def test_a_session_says_how_it_starts_resumes_and_ends(tmp_path: Path, capfd: py
 def test_a_resume_before_the_first_checkpoint_starts_again() -> None:
     fields = {"step": 0, "exactness": "bit-exact"}
     assert resume_message(fields, total=9) == "starts again from step 0: it ended before its first checkpoint"
+    damaged = resume_message({**fields, "rejected": ["step-000000004: too short"]}, total=9)
+    assert damaged == "starts again from step 0: no later checkpoint can be read"
     assert resume_message({**fields, "step": 3}, total=9) == "resumes from step 3, bit-exact"
 
 

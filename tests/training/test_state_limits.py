@@ -138,3 +138,36 @@ def test_a_file_that_no_reader_accepts_is_not_written(tmp_path: Path, monkeypatc
         store.save_checkpoint(tmp_path, newest.snapshot, step=2)
     with pytest.raises(DamagedCheckpointError, match="too large"):
         read_verified(tmp_path / "run" / "checkpoints" / "step-000000002" / store.FACTS)
+
+
+@pytest.mark.parametrize(("depth", "is_saved"), [(24, True), (30, False)])
+def test_nested_state_is_restored_or_left_out(depth: int, is_saved: bool, tmp_path: Path) -> None:
+    """Each dict with numbers as keys takes three levels of JSON, and a reader limits them."""
+
+    def run_steps(stop_after: int | None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        registered: dict[str, Any] = {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with whet.Session(model, optimizer, (X, Y), global_batch_size=16, epochs=2, run=tmp_path / "run") as session:
+            session.register("nested", registered)
+            restored = {**registered}
+            for batch in session:
+                session.step(f.cross_entropy, batch)
+                if session.progress.step == 2:
+                    value: Any = 1
+                    for level in range(depth):
+                        value = {level: value}
+                    registered["value"] = value
+                if session.progress.step == stop_after:
+                    break
+        return restored
+
+    run_steps(4)
+    restored = run_steps(None)
+    (resume,) = read_events(tmp_path / "run", kinds=("resume",))
+    assert resume.step == 4
+    assert ("value" in restored) == is_saved
+    assert resume["exactness"].startswith(
+        "session state" if is_saved else "not bit-exact: the registered object 'nested'"
+    )

@@ -21,7 +21,7 @@ MAX_JSON_BYTES = 64 * 1024**2
 # The facts of a checkpoint also hold the user's lists of numbers, such as a replay buffer.
 MAX_FACTS_BYTES = 256 * 1024**2
 # Limit the nesting, because a malicious file could exceed Python's recursion limit.
-MAX_JSON_DEPTH = 64
+MAX_JSON_DEPTH = 96
 
 
 def dump_json(value: Any) -> bytes:

@@ -32,7 +32,7 @@ from whet.checkpoint.state_format import (
 from whet.distributed.strategies import is_distributed
 
 _MAX_DEPTH = 24
-"""Maximum nesting of containers. Each level takes up to two levels in JSON, whose depth is limited."""
+"""Maximum nesting of containers. Each level takes up to three levels in JSON, whose depth is limited."""
 
 
 class NotEncodableError(TypeError):

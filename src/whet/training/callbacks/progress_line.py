@@ -503,7 +503,8 @@ def resume_message(fields: dict[str, Any], *, total: int | None) -> str:
     if total is not None and fields["step"] >= total:
         return f"all {total:,} steps are done"
     if fields["step"] == 0:
-        return "starts again from step 0: it ended before its first checkpoint"
+        why = "no later checkpoint can be read" if fields.get("rejected") else "it ended before its first checkpoint"
+        return f"starts again from step 0: {why}"
     return f"resumes from {step}" + (f", {fields['exactness']}" if fields.get("exactness") else "")
 
 
