@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import whet
@@ -586,6 +587,104 @@ def _(p: Program) -> None:
     _use(p, Shares())
 
 
+def _drawn(size: int) -> Tensor:
+    return f.dropout(torch.ones(size), 0.3)
+
+
+@case("a cache of random numbers that a helper draws", "`mask` of the loss")
+def _(p: Program) -> None:
+    @functools.lru_cache
+    def mask(size: int) -> Tensor:
+        return _drawn(size)
+
+    p.loss = lambda batch: cross_entropy(p.model, (batch[0] * mask(6), batch[1]))
+
+
+class _Precision(whet.Callback):
+    def after_step(self, state: Any, outcome: Any) -> None:
+        torch.set_autocast_enabled("cpu", True)
+
+
+@case("a setting of autocast", "`torch.is_autocast_enabled('cpu')` of autocast")
+def _(p: Program) -> None:
+    p.resources.callback(torch.set_autocast_enabled, "cpu", False)
+    p.options["callbacks"] = [_Precision()]
+
+
+@case("an attribute of a library class that the type of a layer reaches", "`Linear.boost` of the loss")
+def _(p: Program) -> None:
+    linear: Any = nn.Linear
+    linear.boost = 1.0
+    p.resources.callback(delattr, linear, "boost")
+
+    def loss(batch: Any) -> Tensor:
+        kind: Any = type(p.model)
+        kind.boost *= 0.9
+        return cross_entropy(p.model, batch) * kind.boost
+
+    p.loss = loss
+
+
+class _Plain(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Noisy(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is f.linear:
+            self.calls += 1
+            return result * (1 + 0.001 * self.calls)
+        return result
+
+
+@case("a mode of torch that counts", "`self.calls` of the mode _Noisy")
+def _(p: Program) -> None:
+    p.resources.enter_context(_Noisy())
+
+
+_RATES = np.random.default_rng(0)
+
+
+@torch.library.custom_op("whet_tests::masked", mutates_args=())
+def _masked(x: Tensor) -> Tensor:
+    return x * float(_RATES.random() > 0.2)
+
+
+@case("a generator of an operator", "`_RATES` of the loss changed and is not saved")
+def _(p: Program) -> None:
+    p.loss = lambda batch: cross_entropy(p.model, (_masked(batch[0]), batch[1]))
+
+
+class _Activated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.activate: Any = f.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.activate(x))
+
+
+class _Exchange(whet.Callback):
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def after_step(self, state: Any, outcome: Any) -> None:
+        self.model.activate = torch.sin
+
+
+@case("a function of torch that is exchanged", "`activate` of the model changed and is not saved")
+def _(p: Program) -> None:
+    _use(p, _Activated())
+    p.options["callbacks"] = [_Exchange(p.model)]
+
+
 def exactness(run: Path) -> str:
     return str([*read_events(run, kinds=("resume",))][-1].get("exactness"))
 
@@ -595,7 +694,7 @@ IN_GATE = (
     "a list in a closure", "a buffer of a criterion", "a forward hook", "a schedule with a counter",
     "a counter of a sampler", "a callback without state_dict", "an object of the model",
     "a second optimizer over the model", "an object of an optimizer", "a callback whose state_dict is incomplete",
-    "a setting of Python",
+    "a setting of Python", "a setting of autocast", "a mode of torch that counts",
 )  # fmt: skip
 
 
@@ -757,6 +856,19 @@ def _probe(p: Program) -> None:
     p.options |= {"evaluate": evaluate, "val": (X, Y), "eval_every": 1}
 
 
+@torch.library.custom_op("whet_tests::halved", mutates_args=())
+def _halved(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+def _operator(p: Program) -> None:
+    p.loss = lambda batch: cross_entropy(p.model, (_halved(batch[0]), batch[1]))
+
+
+def _block_of_autocast(p: Program) -> None:
+    p.resources.enter_context(torch.autocast("cpu"))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -764,15 +876,19 @@ def _probe(p: Program) -> None:
         _proxy_of_the_model,
         *(
             pytest.param(change, marks=pytest.mark.slow)
-            for change in (_plain, _criterion, _loader, _global_draws, _batchnorm, _registered, _probe, _dead_proxy)
+            for change in (
+                _plain, _criterion, _loader, _global_draws, _batchnorm, _registered, _probe, _dead_proxy, _operator,
+                _block_of_autocast,
+            )
         ),
     ],
 )  # fmt: skip
 def test_a_training_without_hidden_state_is_bit_exact(change: Callable[[Program], None], tmp_path: Path) -> None:
     for max_steps in (3, 5):
         program = Program()
-        change(program)
-        program.train(tmp_path / "run", max_steps=max_steps)
+        with program.resources:
+            change(program)
+            program.train(tmp_path / "run", max_steps=max_steps)
     assert exactness(tmp_path / "run") == "bit-exact"
 
 
@@ -826,6 +942,19 @@ def test_settings_that_the_plan_decides_may_change(tmp_path: Path, monkeypatch: 
         for batch in session:
             session.step(lambda micro: cross_entropy(program.model, (micro.x, micro.y)), batch)
     assert open_run(tmp_path / "run").plan["settings"]["attention"]["value"] == "math"
+    assert [event.get("reason") for event in read_events(tmp_path / "run", kinds=("warning",))] == []
+
+
+def test_blocks_around_a_step_are_no_changes(tmp_path: Path) -> None:
+    """State is compared inside the first step and outside of later ones."""
+    program = Program()
+    with whet.Session(
+        program.model, program.optimizer, (X, Y), global_batch_size=16, max_steps=4, run=tmp_path / "run",
+        overrides={"threads": 1, "checkpoint_steps": 2}, on_event=None,
+    ) as session:  # fmt: skip
+        for batch in session:
+            with torch.autocast("cpu"), _Plain():
+                session.step(lambda micro: cross_entropy(program.model, (micro.x, micro.y)), batch)
     assert [event.get("reason") for event in read_events(tmp_path / "run", kinds=("warning",))] == []
 
 

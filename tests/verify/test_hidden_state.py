@@ -19,6 +19,7 @@ import sqlite3
 import struct
 import sys
 import threading
+import time
 import types
 import weakref
 import zlib
@@ -39,6 +40,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from whet.verify.drawing_functions import draws
 from whet.verify.hidden_state import StateWalk, changed_names, reachable
 
 pytestmark = pytest.mark.torch
@@ -440,6 +442,163 @@ def test_what_a_cached_function_returned_is_state_once_it_exists() -> None:
     walk = StateWalk()
     walk.walk([_table, csv.writer(io.StringIO())], "x")
     assert walk.partial == {}
+
+
+def _dropped(size: int) -> torch.Tensor:
+    return nn.functional.dropout(torch.ones(size), 0.3)
+
+
+def _dropped_deeply(size: int) -> torch.Tensor:
+    return _dropped(size)
+
+
+class _Tools:
+    def __init__(self, size: int) -> None:
+        self.layer = nn.Linear(size, size)
+
+    @staticmethod
+    @functools.cache
+    def mask(size: int) -> torch.Tensor:
+        return torch.ones(size).bernoulli_()
+
+    def noise(self, size: int) -> torch.Tensor:
+        return torch.empty(size).cauchy_()
+
+
+_TOOLS = _Tools(1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        functools.cache(lambda size: _dropped(size)),
+        functools.cache(lambda size: _dropped_deeply(size)),
+        functools.cache(lambda size: _Tools.mask(size)),
+        functools.cache(lambda size: _TOOLS.noise(size)),
+        functools.cache(lambda size: _Tools(size)),
+        functools.cache(lambda size: torch.poisson(torch.ones(size))),
+        functools.cache(lambda size: nn.init.trunc_normal_(torch.empty(size))),
+        functools.cache(lambda size: _gauss(size, 1)),
+        functools.cache(lambda size: nn.Linear(size, 1)),
+    ],
+)
+def test_a_cache_of_random_numbers_is_named(function: Any) -> None:
+    assert "x" in change(function, lambda: function(3))
+
+
+_gauss = random.gauss
+
+
+def _shape(size: int) -> torch.Tensor:
+    started = time.perf_counter()
+    operand = next(iter([torch.ones(size)]))
+    assert time.perf_counter() >= started
+    return nn.init.zeros_(operand)
+
+
+def test_a_cache_of_a_computation_is_left_out() -> None:
+    function = functools.cache(lambda size: _shape(size))
+    assert change(function, lambda: function(3)) == []
+
+
+def test_all_random_operators_of_torch_are_known() -> None:
+    """Except recurrent and attention kernels, which draw only if they are given a dropout rate."""
+    tag = torch.Tag.nondeterministic_seeded
+    names = {schema.name.removeprefix("aten::") for schema in torch._C._jit_get_all_schemas() if "::" in schema.name}
+    packets = {name: getattr(torch.ops.aten, name, None) for name in names if not name.startswith("_")}
+    operators = {
+        name
+        for name, packet in packets.items()
+        if packet is not None and any(tag in getattr(packet, o).tags for o in packet.overloads())
+    }
+    kernels = {"gru", "lstm", "rnn_relu", "rnn_tanh", "miopen_rnn", "scaled_dot_product_attention"}
+    assert {"dropout", "normal_"} < operators
+    assert {name for name in operators - kernels if not draws(eval(f"lambda x: x.{name}()"))} == set()
+
+
+def _boosts(layer: nn.Module) -> Callable[[], None]:
+    def boost() -> None:
+        kind: Any = type(layer)
+        kind.calls += 1
+
+    return boost
+
+
+@pytest.mark.usefixtures("library_attributes")
+def test_an_attribute_of_a_library_class_that_code_reaches_by_its_type_is_named() -> None:
+    layer = nn.Linear(1, 1)
+    known = {id(layer): layer}
+    boost = _boosts(layer)
+    assert change(boost, boost, known=known) == ["Linear.calls"]
+
+
+class _Activated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activate: Any = nn.functional.relu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activate(x)
+
+
+def test_a_function_of_torch_that_is_exchanged_is_one_change() -> None:
+    model = _Activated()
+    assert change(model, lambda: setattr(model, "activate", torch.sin)) == ["x.activate"]
+
+
+_RATES = np.random.default_rng(0)
+
+
+@torch.library.custom_op("whet_tests::half", mutates_args=())
+def _half(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5
+
+
+@torch.library.custom_op("whet_tests::noisy", mutates_args=())
+def _noisy(x: torch.Tensor) -> torch.Tensor:
+    return x * _RATES.random()
+
+
+@_noisy.register_kernel("cpu")
+def _noisy_on_cpu(x: torch.Tensor) -> torch.Tensor:
+    return x * _RATES.random()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda: _half(torch.ones(1)), []),
+        (lambda: torch.ops.whet_tests.half(torch.ones(1)), []),
+        (lambda: _noisy(torch.ones(1)), ["_RATES"]),
+        (lambda: torch.ops.whet_tests.noisy(torch.ones(1)), ["_RATES"]),
+    ],
+)
+def test_only_the_users_part_of_an_operator_is_compared(function: Callable[[], Any], expected: list[str]) -> None:
+    # The operator and its overload are objects too.
+    packet = torch.ops.whet_tests.half if expected == [] else torch.ops.whet_tests.noisy
+    for value in (function, packet, packet.default):
+        walk = StateWalk()
+        walk.walk(value, "x")
+        assert change(value, function) == expected
+        assert walk.partial == {}
+
+
+class _Scaled:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_the_compiler_is_not_entered() -> None:
+    """It counts, caches and tags while it compiles. What it compiles is the user's."""
+    layer, scaled = nn.Linear(2, 2), _Scaled()
+    compiled = torch.compile(layer, backend="eager")
+    attributes = [value for key, value in vars(compiled).items() if not key.startswith("_")]
+    values = [attributes, torch.compile(scaled.apply, backend="eager")]
+    assert change(values, lambda: (compiled(torch.ones(1, 2)), values[1](torch.ones(2)))) == []
+    assert change(values, lambda: setattr(scaled, "scale", 2.0)) == ["self.scale"]
 
 
 def test_a_replaced_function_of_a_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from whet.verify.hidden_state import (
     scripted_attributes,
 )
 from whet.verify.library_objects import object_parts
-from whet.verify.process_settings import is_planned, process_settings
+from whet.verify.process_settings import is_planned, process_settings, thread_settings
 from whet.verify.saved_attributes import SavedAttributes
 
 if TYPE_CHECKING:
@@ -239,6 +239,7 @@ class UnsavedStateDetector:
                 parts = _attributes(registered)
             yield f"{_REGISTERED}{name}", parts
         yield _PROCESS, list(process_settings())
+        yield from thread_settings()
 
     def _stateful(self) -> Iterator[tuple[str, str, Any, Callable[[Any], Any]]]:
         """Yield (owner, name, object, function that reads its state) for each object with a user-defined state."""

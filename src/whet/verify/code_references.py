@@ -4,19 +4,22 @@ These functions never call user code.
 """
 
 import builtins
+import contextlib
 import functools
 import hashlib
 import os
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from whet.base.origin import is_installed_file
-from whet.verify.value_bytes import SCALARS
+from whet.verify.torch_internals import is_compiler_mark, is_torch_function, is_torch_internal, named_operators
+from whet.verify.value_bytes import GENERATORS, SCALARS
 
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 CachedFunction = type(functools.lru_cache(len))
@@ -44,13 +47,6 @@ _ACCESSED_BY_TEXT = frozenset({"globals", "vars", "__dict__", "getattr", "setatt
 """Names of functions and attributes that access a variable whose name is a string."""
 _MAX_TEXT = 2_000
 """Number of characters of a string constant that are searched for names."""
-_DRAWING_NAMES = frozenset(
-    {
-        "random", "normal", "normal_", "uniform", "uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_",
-        "shuffle", "choice", "choices", "sample", "gauss", "integers", "next", "time", "perf_counter",
-    }
-)  # fmt: skip
-"""Names of functions whose results differ between calls: random draws, iterators and clocks."""
 
 
 def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -69,12 +65,16 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(registry := getattr(function, "registry", None), types.MappingProxyType):
         # functools.singledispatch
         yield f"{name}.registry", registry
-    function = _unwrapped(function)
+    decorated, function = function, unwrapped(function)
     if not isinstance(function, types.FunctionType):
-        if isinstance(function, CachedFunction):
+        if isinstance(function, CachedFunction) or function is not decorated:
+            # Also a method, or an object with `__call__`, that torch.compile has wrapped.
             yield name, function
         return
     if is_skipped_package(function.__module__):
+        return
+    if is_torch_function(function):
+        yield from _torch_function_references(function, name)
         return
     code = function.__code__
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -84,15 +84,16 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
             # The variable is not assigned yet, so its cell is empty.
             continue
         if isinstance(value, types.ModuleType):
-            yield from _named_parts(variable, value, {*_code_names(code)})
+            yield from _named_parts(variable, value, {*names_in_code(code)})
         else:
             yield variable, value
     defaults = function.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount][-len(defaults) :] if defaults else ()
     yield from ((f"{name}({argument}=)", value) for argument, value in zip(arguments, defaults, strict=True))
     yield from ((f"{name}({argument}=)", value) for argument, value in (function.__kwdefaults__ or {}).items())
-    yield from ((f"{name}.{key}", value) for key, value in vars(function).items() if key != "__wrapped__")
-    names, space = {*_code_names(code)}, function.__globals__
+    attributes = ((key, value) for key, value in vars(function).items() if not is_compiler_mark(key))
+    yield from ((f"{name}.{key}", value) for key, value in attributes if key != "__wrapped__")
+    names, space = {*names_in_code(code)}, function.__globals__
     for variable in sorted(names & space.keys()):
         yield from _named_parts(variable, space[variable], names)
 
@@ -104,7 +105,26 @@ def function_references(function: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _named_parts(variable, module, names)
 
 
-def _unwrapped(function: Any) -> Any:
+def _torch_function_references(function: types.FunctionType, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a function of torch may hold of the user: objects in its closure and in its tables.
+
+    torch's own functions, flags and counters are left out: which of them occur depends only on which function it is.
+    """
+    code = function.__code__
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            yield variable, cell.cell_contents
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    yield from ((name, value) for value in defaults if not isinstance(value, (*SCALARS, *_CALLED, type)))
+    attributes = ((key, value) for key, value in vars(function).items() if not is_compiler_mark(key))
+    yield from ((f"{name}.{key}", value) for key, value in attributes if key != "__wrapped__")
+    for variable in sorted({*names_in_code(code)} & function.__globals__.keys()):
+        # For example the table to which users add functions that collate their own types.
+        if type(function.__globals__[variable]) in (list, dict, set):
+            yield variable, function.__globals__[variable]
+
+
+def unwrapped(function: Any) -> Any:
     """Remove library decorators such as torch.no_grad: their variables are not the user's."""
     while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _is_installed(function):
         function = function.__wrapped__
@@ -117,6 +137,9 @@ def _named_parts(variable: str, value: Any, names: set[str], dots: int = 0) -> I
     From libraries, only plain values and containers are yielded.
     """
     is_module = isinstance(value, types.ModuleType)
+    if is_module and is_torch_internal(type(value)):
+        yield from named_operators(variable, names)
+        return
     if not is_module and not (isinstance(value, type) and is_library_class(value)):
         yield variable, value
         return
@@ -144,7 +167,7 @@ def frame_variables(frame: types.FrameType | None) -> Iterator[tuple[str, list[t
         if not is_skipped_package(name) and not is_installed(sys.modules.get(name or "")):
             # For a module, take only the variables that its top-level code names. The others belong to its functions.
             is_module = code.co_name == "<module>"
-            names = {*_code_names(code)}
+            names = {*names_in_code(code)}
             local = {} if is_module else frame.f_locals
             shared = {key: value for key, value in frame.f_globals.items() if key in names and not key.startswith("__")}
             variables = {k: v for k, v in {**shared, **local}.items() if not isinstance(v, types.ModuleType)}
@@ -171,15 +194,6 @@ def class_attributes(kind: type, name: str) -> Iterator[tuple[str, Any]]:
             yield f"{name}.{key}", item
 
 
-def draws(function: Any) -> bool:
-    """Return whether a function may draw random numbers or read a clock, judging by the names in its code.
-
-    A callable without Python code is assumed to do so.
-    """
-    code = getattr(function, "__code__", None)
-    return code is None or any(name in _DRAWING_NAMES or "rand" in name for name in _code_names(code))
-
-
 def is_method(function: Any) -> bool:
     """Return whether the first parameter of a function is named `self`."""
     code = getattr(function, "__code__", None)
@@ -188,9 +202,27 @@ def is_method(function: Any) -> bool:
 
 def names_in(function: Any) -> tuple[str, ...]:
     """Return the names of attributes and variables that a user's function uses; nothing for library functions."""
-    function = _unwrapped(getattr(function, "__func__", function))
+    function = unwrapped(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
-    return () if code is None or is_installed_file(code.co_filename) else _code_names(code)
+    return () if code is None or is_installed_file(code.co_filename) else names_in_code(code)
+
+
+def added_attributes(kinds: Iterable[type], names: Set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the values that code may have added to library classes: attributes that it names, but not torch's methods.
+
+    Code that calls `type(layer)` reaches the class without naming it.
+    """
+    owners = dict.fromkeys(owner for kind in kinds for owner in kind.__mro__ if is_library_class(owner))
+    for owner in owners:
+        for key in sorted(names & vars(owner).keys()):
+            item = vars(owner)[key]
+            is_users = is_users_function(item) if isinstance(item, types.FunctionType) else _is_plain(item)
+            if is_users and not key.startswith("__"):
+                yield f"{owner.__name__}.{key}", item
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*SCALARS, Tensor, np.ndarray, *GENERATORS)) or type(value) in (list, dict, set)
 
 
 def is_users_function(function: types.FunctionType) -> bool:
@@ -250,14 +282,14 @@ def _is_installed(function: types.FunctionType) -> bool:
 
 
 @functools.lru_cache(4_096)
-def _code_names(code: types.CodeType) -> tuple[str, ...]:
+def names_in_code(code: types.CodeType) -> tuple[str, ...]:
     """Return the names used by a code object and by the code objects nested in it."""
     names = [*code.co_names]
     # setattr(module, "count", 1), globals()["count"] and exec("count = 1") contain the name only in a string.
     has_texts = not _ACCESSED_BY_TEXT.isdisjoint(names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names += _code_names(constant)
+            names += names_in_code(constant)
         elif has_texts and isinstance(constant, str):
             names += re.findall(r"[^\W\d]\w*", constant[:_MAX_TEXT])
     return tuple(names)

@@ -27,9 +27,9 @@ from whet.verify.code_references import (
     FUNCTIONS,
     HAVE_NAMES,
     CachedFunction,
+    added_attributes,
     class_attributes,
     class_references,
-    draws,
     function_references,
     has_own_name,
     identity_bytes,
@@ -39,6 +39,7 @@ from whet.verify.code_references import (
     names_in,
     package_kind,
 )
+from whet.verify.drawing_functions import draws
 from whet.verify.library_objects import library_parts, object_parts
 from whet.verify.value_bytes import GENERATORS, SCALARS, array_bytes, generator_bytes, scalar_bytes, tensor_bytes
 
@@ -55,6 +56,8 @@ _CACHED = "(...)"
 """Part of the names of what a cached function returned. It did not exist before the first call, which is no change."""
 _STORAGE_READERS = frozenset({"untyped_storage", "storage", "as_strided", "_base"})
 """Names by which code reaches memory of a tensor that is not part of its view."""
+_CLASS_READERS = frozenset({"type", "__class__", "__mro__", "__bases__"})
+"""Names by which code reaches the class of an object."""
 _UNREADABLE = frozenset(
     {
         "__subclasses__", "_current_frames", "_getframe", "_version", "currentframe", "get_objects", "get_referents",
@@ -145,6 +148,16 @@ class StateWalk:
 
     def finish(self) -> dict[str, bytes]:
         """Walk the deferred values that code uses, and return all hashes."""
+        self._walk_deferred()
+        if self.follows_code and not self._used.isdisjoint(_CLASS_READERS):
+            kinds = {type(value) for values in (self.known, self.visited) for value in values.values()}
+            saved = [kind for kind in kinds if issubclass(kind, (nn.Module, Optimizer, Tensor))]
+            for name, value in added_attributes(saved, self._used):
+                self.walk(value, name, 1)
+            self._walk_deferred()
+        return self.digests
+
+    def _walk_deferred(self) -> None:
         is_used = True
         while is_used:
             is_used = False
@@ -160,7 +173,6 @@ class StateWalk:
                     self.partial[name] = None
                     continue
                 self.walk(value, name, depth)
-        return self.digests
 
     def _parts(self, value: Any, name: str) -> Iterator[tuple[str, Any]]:
         """Record a value, and yield the objects that it refers to with their names."""

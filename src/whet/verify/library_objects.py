@@ -23,6 +23,7 @@ from torch import UntypedStorage
 from torch.utils.data import DataLoader
 
 from whet.verify.code_references import is_installed, package_kind
+from whet.verify.torch_internals import is_compiler_mark, is_torch_internal, operator_parts
 
 _MAX_MAPPED_BYTES = 1_048_576
 """Number of bytes of a memory-mapped file that are compared."""
@@ -65,6 +66,8 @@ class StateRecorder(Protocol):
 def library_parts(value: Any, name: str, walk: StateRecorder) -> Iterator[tuple[str, Any]] | None:
     """Record an object whose state is outside its attributes, and yield what it refers to. None for other objects."""
     kind: Any = type(value)
+    if is_torch_internal(kind):
+        return operator_parts(value, name)
     package = package_kind(kind.__module__)
     for kinds, read in _READERS:
         if isinstance(value, kinds):
@@ -99,7 +102,11 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     with contextlib.suppress(AttributeError):
         # Do not use getattr, which could call the user's code.
         attributes = object.__getattribute__(value, "__dict__")
-        yield from (item for item in attributes.items() if (type(value).__name__, item[0]) not in _CACHES)
+        yield from (
+            item
+            for item in attributes.items()
+            if (type(value).__name__, item[0]) not in _CACHES and not is_compiler_mark(item[0])
+        )
     for owner in type(value).__mro__:
         for slot in _slots_of(owner):
             with contextlib.suppress(AttributeError):

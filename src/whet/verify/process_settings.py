@@ -15,6 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from whet.verify.code_references import is_library_class
 
 _BACKENDS: dict[str, tuple[str, ...]] = {
     "cudnn": ("enabled", "benchmark", "benchmark_limit", "deterministic", "allow_tf32"),
@@ -27,10 +31,11 @@ _BACKENDS: dict[str, tuple[str, ...]] = {
     "quantized": ("engine",),
 }  # fmt: skip
 _FUNCTIONS = (
-    "get_default_dtype", "is_anomaly_enabled", "is_autocast_cache_enabled", "is_warn_always_enabled",
+    "get_default_dtype", "is_anomaly_enabled", "is_warn_always_enabled",
     "backends.cuda.flash_sdp_enabled", "backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.math_sdp_enabled",
     "backends.cuda.cudnn_sdp_enabled", "autograd.is_multithreading_enabled",
 )  # fmt: skip
+_AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _LOGGER_ATTRIBUTES = frozenset(vars(logging.Logger(""))) | {"manager"}
 _COMPILER_RECURSION = 2_000
 """The recursion limit that torch.compile sets (torch/_inductor/compile_fx.py, torch 2.13). Lower ones are not compared.
@@ -74,6 +79,30 @@ def process_settings() -> Iterator[tuple[str, Any]]:
             function = getattr(function, part, None)
         if function is not None:
             yield f"torch.{name}()", str(function())
+
+
+def thread_settings() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Yield the settings of this thread that a `with` block may hold, by owner: those of autocast, and modes of torch.
+
+    A block around a part of the loop holds at some checks only. Each owner is compared between the checks at which it
+    occurs.
+    """
+    # torch has no function that reads the nesting without changing it.
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    yield "autocast" if nesting == 0 else f"autocast in {nesting} `with` blocks", list(_autocast())
+    modes: dict[str, list[tuple[str, Any]]] = {}
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if not is_library_class(type(mode)):
+            modes.setdefault(f"the mode {type(mode).__qualname__}", []).append(("self", mode))
+    yield from modes.items()
+
+
+def _autocast() -> Iterator[tuple[str, str]]:
+    yield "torch.is_autocast_cache_enabled()", str(torch.is_autocast_cache_enabled())
+    for device in _AUTOCAST_DEVICES:
+        yield f"torch.is_autocast_enabled({device!r})", str(torch.is_autocast_enabled(device))
+        yield f"torch.get_autocast_dtype({device!r})", str(torch.get_autocast_dtype(device))
 
 
 def is_planned(name: str) -> bool:
