@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
@@ -208,6 +210,48 @@ def test_gradients_in_another_layout_keep_the_optimizers_own_kernels(tmp_path):
     setting = setting_of(tmp_path / "planned", "optimizer_kernels")
     assert setting["value"] == "yours"
     assert "memory layout" in setting["reason"]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_layer_frozen_during_a_run_keeps_fused_kernels_after_a_resume(is_removed, tmp_path):
+    """The first step of the resume has fewer gradients than parameters, but their momentum exists."""
+
+    class Freeze(whet.Callback):
+        def after_step(self, state, outcome):
+            if state.step == 4 and is_removed:
+                parametrize.remove_parametrizations(self.model[0], "weight")
+            elif state.step == 4:
+                self.model[0].requires_grad_(False)
+
+    def run(path, **options):
+        model, freeze = make_net(), Freeze()
+        if is_removed:
+            weight_norm(model[0])
+        freeze.model = model
+        make = lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9, weight_decay=1e-2)  # noqa: E731
+        return train(path, make, model=model, callbacks=[freeze], **options)[0]
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "twice", max_steps=9)
+    assert_same(run(tmp_path / "twice", max_steps=None).state_dict(), whole.state_dict())
+    assert setting_of(tmp_path / "twice", "optimizer_kernels")["value"] == "fused"
+
+
+def test_momentum_that_fused_sgd_cannot_start_is_an_obstacle():
+    net = make_net()
+    parameters = [*net.parameters()]
+    optimizer = torch.optim.SGD(parameters, momentum=0.9)
+    net(torch.ones(2, 6)).sum().backward()
+    assert gradient_obstacle(optimizer, parameters) is None
+    parameters[0].grad = None
+    assert "momentum" in gradient_obstacle(optimizer, parameters)
+    optimizer.step()
+    # A frozen layer may start later in a new run, but not in one whose earlier steps were fused.
+    assert "momentum" in gradient_obstacle(optimizer, parameters)
+    assert gradient_obstacle(optimizer, parameters, is_resumed=True) is None
+    parameters[0].grad = torch.ones_like(parameters[0])
+    assert "momentum" in gradient_obstacle(optimizer, parameters, is_resumed=True)
+    assert gradient_obstacle(torch.optim.SGD(parameters), parameters[:1]) is None
 
 
 def test_strides_of_dimensions_of_size_one_do_not_matter():

@@ -17,10 +17,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
+from torch.nn.utils import prune
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import whet
+from whet.base.errors import UsageError
 from whet.plan.plan import override
 from whet.run.events import read_events
 from whet.run.folder import open_run
@@ -568,6 +579,209 @@ def _(p: Program) -> None:
     p.loss = loss
 
 
+class AtStep(whet.Callback):
+    """Runs a function once, after a step."""
+
+    def __init__(self, step: int, change: Callable[[], object]) -> None:
+        self.step, self.change = step, change
+
+    def after_step(self, state: Any, outcome: Any) -> None:
+        if state.step == self.step:
+            self.change()
+
+
+def halve(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output * 0.5
+
+
+def shrink(gradient: Tensor) -> Tensor:
+    return gradient * 0.1
+
+
+@case("a forward hook that a callback adds", "`halve`, a hook of the model, was added")
+def _(p: Program) -> None:
+    p.options["callbacks"] = [AtStep(2, lambda: p.model.register_forward_hook(halve))]
+
+
+@case("a forward hook that the model adds", "`halve`, a hook of layer, was added")
+def _(p: Program) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(6, 3), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                self.layer.register_forward_hook(halve)
+            return self.layer(x)
+
+    _use(p, Lazy())
+
+
+@case("a second hook of a module", "`halve`, a hook of the model, was added")
+def _(p: Program) -> None:
+    p.model.register_forward_hook(halve)
+    p.options["callbacks"] = [AtStep(2, lambda: p.model.register_forward_hook(halve))]
+
+
+@case("a forward hook that is removed", "`halve`, a hook of the model, was removed")
+def _(p: Program) -> None:
+    handle = p.model.register_forward_hook(halve)
+    p.options["callbacks"] = [AtStep(2, handle.remove)]
+
+
+@case("a tensor hook that a callback adds", "`shrink`, a hook of bias, was added")
+def _(p: Program) -> None:
+    p.options["callbacks"] = [AtStep(2, lambda: p.model.bias.register_hook(shrink))]
+
+
+@case("a hook of the optimizer that a callback adds", "`decay`, a hook of SGD, was added")
+def _(p: Program) -> None:
+    def decay(*_: Any) -> None:
+        p.model.bias.data.mul_(0.5)
+
+    p.options["callbacks"] = [AtStep(2, lambda: p.optimizer.register_step_post_hook(decay))]
+
+
+@case("a hook of all optimizers", "`calls[0]` of a hook of all optimizers")
+def _(p: Program) -> None:
+    calls = [0]
+
+    def hook(*_: Any) -> None:
+        calls[0] += 1
+        p.model.bias.grad.div_(calls[0])
+
+    p.resources.callback(register_optimizer_step_pre_hook(hook).remove)
+
+
+@case("a counter in the defaults of an optimizer of torch", "`defaults` of the optimizer")
+def _(p: Program) -> None:
+    def hook(optimizer: Any, *_: Any) -> None:
+        optimizer.defaults["calls"] = optimizer.defaults.get("calls", 0) + 1
+
+    p.optimizer.register_step_post_hook(hook)
+
+
+def _head(p: Program, optimizer: Any, step: Callable[[], object]) -> Any:
+    """Train a registered head with a registered optimizer, which a callback steps."""
+    head = nn.Linear(3, 3)
+    second = optimizer(head.parameters(), lr=0.1)
+    p.loss = lambda batch: f.cross_entropy(head(p.model(batch[0])), batch[1])
+    p.options |= {"register": {"head": head, "second": second}, "callbacks": [_Every(step)]}
+    return head, second
+
+
+class _Every(whet.Callback):
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.step = step
+
+    def after_step(self, state: Any, outcome: Any) -> None:
+        self.step()
+
+
+@case("an attribute of a registered optimizer", "`skipped` of the registered second")
+def _(p: Program) -> None:
+    def step() -> None:
+        second.skipped += 1
+        if second.skipped % 2:
+            second.step()
+
+    _, second = _head(p, torch.optim.SGD, step)
+    second.skipped = 0
+
+
+@case("a private attribute of a registered optimizer", "`_skipped` of the registered second")
+def _(p: Program) -> None:
+    def step() -> None:
+        second._skipped = getattr(second, "_skipped", 0) + 1
+        second.step()
+
+    _, second = _head(p, torch.optim.Adam, step)
+
+
+@case("a hook of a registered optimizer", "`calls[0]` of a hook of the registered second")
+def _(p: Program) -> None:
+    calls = [0]
+
+    def hook(*_: Any) -> None:
+        calls[0] += 1
+        head.weight.grad.div_(calls[0])
+
+    head, second = _head(p, torch.optim.SGD, lambda: second.step())
+    second.register_step_pre_hook(hook)
+
+
+@case("a tensor hook of a registered module", "`calls[0]` of a hook of the registered head.bias")
+def _(p: Program) -> None:
+    calls = [0]
+
+    def hook(gradient: Tensor) -> Tensor:
+        calls[0] += 1
+        return gradient / calls[0]
+
+    head, second = _head(p, torch.optim.SGD, lambda: second.step())
+    head.bias.register_hook(hook)
+
+
+@case("a forward hook of a registered module", "`seen` of a hook of the registered teacher")
+def _(p: Program) -> None:
+    teacher, seen = net(), []
+
+    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        seen.append(float(output.detach().mean()))
+        return output - sum(seen) / len(seen)
+
+    teacher.register_forward_hook(hook)
+    p.loss = lambda batch: cross_entropy(p.model, batch) + f.mse_loss(p.model(batch[0]), teacher(batch[0]).detach())
+    p.options["register"] = {"teacher": teacher}
+
+
+@case("a function of a registered scheduler", "`factor[0]` of the registered rates")
+def _(p: Program) -> None:
+    factor = [1.0]
+
+    def rate(_step: int) -> float:
+        factor[0] *= 0.9
+        return factor[0]
+
+    def step() -> None:
+        second.step()
+        second.zero_grad()
+        rates.step()
+
+    _, second = _head(p, torch.optim.Adam, step)
+    rates = torch.optim.lr_scheduler.LambdaLR(second, rate)
+    p.options["register"]["rates"] = rates
+
+
+@case("an attribute of a loader", "`self.difficulty` of the loader")
+def _(p: Program) -> None:
+    loader = DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True)
+    loader.difficulty = 0.0  # type: ignore[attr-defined]
+
+    def harder() -> None:
+        loader.difficulty += 0.1  # type: ignore[attr-defined]
+
+    p.data, p.options["callbacks"] = loader, [_Every(harder)]
+    p.loss = lambda batch: cross_entropy(p.model, batch) * loader.difficulty  # type: ignore[attr-defined]
+
+
+@case("the weights of a sampler at the end of an epoch", "`self.weights` of the sampler")
+def _(p: Program) -> None:
+    p.data = DataLoader(TensorDataset(X, Y), batch_size=32, sampler=WeightedRandomSampler([1.0] * 96, 96))
+
+    class Mining(whet.Callback):
+        def __init__(self, weights: Tensor) -> None:
+            self.weights = weights
+
+        def on_epoch_end(self, state: Any) -> None:
+            self.weights[::2] *= 0.5
+
+    p.data.sampler.weights = torch.ones(96)
+    p.options |= {"callbacks": [Mining(p.data.sampler.weights)], "epochs": 2}
+
+
 class Shares(nn.Module):
     """Two arrays that begin to share memory during the run."""
 
@@ -694,7 +908,9 @@ IN_GATE = (
     "a list in a closure", "a buffer of a criterion", "a forward hook", "a schedule with a counter",
     "a counter of a sampler", "a callback without state_dict", "an object of the model",
     "a second optimizer over the model", "an object of an optimizer", "a callback whose state_dict is incomplete",
-    "a setting of Python", "a setting of autocast", "a mode of torch that counts",
+    "a setting of Python", "a setting of autocast", "a mode of torch that counts", "a forward hook that a callback adds", "a hook of all optimizers",
+    "an attribute of a registered optimizer", "a function of a registered scheduler",
+    "the weights of a sampler at the end of an epoch",
 )  # fmt: skip
 
 
@@ -867,6 +1083,104 @@ def _operator(p: Program) -> None:
 
 def _block_of_autocast(p: Program) -> None:
     p.resources.enter_context(torch.autocast("cpu"))
+
+
+def _hooks_of_torch(p: Program) -> None:
+    """Pruning and lazy modules add hooks of their own, and remove them."""
+    _use(p, nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 3)))
+    p.model(X[:1])
+    p.options["callbacks"] = [AtStep(2, lambda: prune.random_unstructured(p.model[1], "weight", 0.5))]
+
+
+def _hooks_of_a_step(p: Program) -> None:
+    """The same hooks are added and removed in each step, and some stay from the beginning."""
+    p.model.register_forward_hook(halve)
+
+    def loss(batch: Any) -> Tensor:
+        with p.model.register_forward_hook(halve):
+            return cross_entropy(p.model, batch)
+
+    p.loss = loss
+
+
+def _registered_optimizer(p: Program) -> None:
+    """Its state, its learning rate and its scheduler change, and all of it is saved."""
+
+    def step() -> None:
+        second.step()
+        second.zero_grad()
+        rates.step()
+
+    _, second = _head(p, torch.optim.AdamW, step)
+    rates = torch.optim.lr_scheduler.LambdaLR(second, lambda step: 1 / (1 + step))
+    p.options["register"]["rates"] = rates
+
+
+def _one_cycle(p: Program) -> None:
+    """The scheduler changes the groups of an optimizer of torch, whose learning rate is a tensor."""
+    p.optimizer = torch.optim.AdamW(p.model.parameters(), lr=torch.tensor(0.1))
+    p.options["schedule"] = torch.optim.lr_scheduler.OneCycleLR(p.optimizer, 0.1, total_steps=10)
+    p.options["schedule_interval"] = "step"
+
+
+def _batches_of_torch(p: Program) -> None:
+    sampler = BatchSampler(RandomSampler(X, generator=torch.Generator().manual_seed(3)), 16, drop_last=False)
+    p.data = DataLoader(TensorDataset(X, Y), batch_sampler=sampler)
+
+
+def _private_attribute(p: Program) -> None:
+    def hook(optimizer: Any, *_: Any) -> None:
+        norm = p.model.weight.grad.norm()
+        optimizer._norm = norm if getattr(optimizer, "_norm", None) is None else 0.9 * optimizer._norm + 0.1 * norm
+        p.model.weight.grad.mul_(optimizer._norm / norm)
+
+    p.optimizer.register_step_pre_hook(hook)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _hooks_of_torch, _registered_optimizer, _private_attribute,
+        *(pytest.param(change, marks=pytest.mark.slow) for change in (_hooks_of_a_step, _one_cycle, _batches_of_torch)),
+    ],
+)  # fmt: skip
+def test_hooks_and_optimizers_without_hidden_state_resume_with_the_same_bits(
+    change: Callable[[Program], None], tmp_path: Path
+) -> None:
+    weights = []
+    for run, ends in (("whole", (5,)), ("twice", (3, 5))):
+        for max_steps in ends:
+            random.seed(0)
+            torch.manual_seed(0)
+            program = Program()
+            change(program)
+            program.train(tmp_path / run, max_steps=max_steps)
+        weights.append([tensor.clone() for tensor in program.model.state_dict().values()])
+    assert exactness(tmp_path / "twice") == "bit-exact"
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+class _Adds(whet.Callback):
+    """Adds a parameter to an optimizer after the second step."""
+
+    def __init__(self, optimizer: Any, parameter: nn.Parameter) -> None:
+        self.optimizer, self.parameter = optimizer, parameter
+
+    def after_step(self, state: Any, outcome: Any) -> None:
+        if state.step == 2:
+            self.optimizer.add_param_group({"params": [self.parameter]})
+
+
+def test_a_group_that_a_callback_adds_is_named_after_the_refusal(tmp_path: Path) -> None:
+    """The step is refused. The same command would train on without the group."""
+    for is_refused in (True, False):
+        program = Program()
+        first, second = program.model.weight, program.model.bias
+        program.optimizer = torch.optim.SGD([first], lr=0.1)
+        program.options["callbacks"] = [_Adds(program.optimizer, second)]
+        with pytest.raises(UsageError, match="parameter groups") if is_refused else contextlib.nullcontext():
+            program.train(tmp_path / "run", max_steps=4)
+    assert exactness(tmp_path / "run") == "not bit-exact: a parameter group that was added to the optimizer"
 
 
 @pytest.mark.parametrize(

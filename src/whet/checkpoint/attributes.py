@@ -56,7 +56,8 @@ def plain_names(owner: Any) -> list[str]:
     if isinstance(owner, nn.Module):
         return [name for name in vars(owner) if name not in module_machinery() and not _is_computed(owner, name)]
     is_torchs = type(owner).__module__.startswith("torch.optim")
-    return [n for n in vars(owner) if n not in _optimizer_names() and not (is_torchs and n.startswith("_"))]
+    machinery = _optimizer_names() | _KERNEL_NAMES if is_torchs else _optimizer_names()
+    return [name for name in vars(owner) if name not in machinery]
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
@@ -74,6 +75,13 @@ def module_machinery() -> frozenset[str]:
     The flag records that hooks are installed. Restoring it would keep a new process from installing them.
     """
     return frozenset({*vars(nn.Module()), "_compiled_call_impl", "_output_capturing_hooks_installed"})
+
+
+_KERNEL_NAMES = frozenset(
+    {"_need_device_dtype_check_for_fused", "_numel_cache", "_params", "_step_supports_amp_scaling"}
+)
+"""More attributes that optimizers of torch set themselves: flags of fused kernels, and what LBFGS derives from its
+parameters (torch 2.13)."""
 
 
 @cache

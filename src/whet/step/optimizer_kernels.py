@@ -81,21 +81,35 @@ def kernel_obstacle(optimizer: Optimizer, model: nn.Module) -> str | None:
     return None
 
 
-def gradient_obstacle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> str | None:
-    """Return the reason why fused kernels would fail on the gradients of the first step; None if they would work.
+def gradient_obstacle(optimizer: Optimizer, parameters: Sequence[Tensor], *, is_resumed: bool = False) -> str | None:
+    """Return the reason why fused kernels would fail on these gradients or later ones; None if they would work.
 
-    On the CPU, torch's fused kernels read a gradient as if it had the strides of its parameter (torch 2.13).
+    On the CPU, torch's fused kernels read a gradient as if it had the strides of its parameter (torch 2.13). Pass
+    `is_resumed=True` if earlier steps of the run have used fused kernels.
     """
     gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     if any(gradient.is_sparse for _, gradient in gradients):
         return "fused kernels do not support sparse gradients"
     if not all(_has_same_layout(parameter, gradient) for parameter, gradient in gradients):
         return "fused kernels need gradients in the memory layout of their parameters"
-    has_momentum = type(optimizer) is SGD and any(group["momentum"] for group in optimizer.param_groups)
-    if has_momentum and len(gradients) < len(parameters):
-        # Fused SGD fails if only some momentum buffers exist, for example after a layer is unfrozen.
+    if type(optimizer) is SGD and not _can_start_momentum(optimizer, is_resumed=is_resumed):
         return "fused SGD starts the momentum of all parameters in the same step"
     return None
+
+
+def _can_start_momentum(optimizer: Optimizer, *, is_resumed: bool) -> bool:
+    """Return whether fused SGD can start the momentum that is missing.
+
+    It fails if only some momentum buffers exist, for example after a layer is unfrozen.
+    """
+    parameters = [p for group in optimizer.param_groups if group["momentum"] for p in group["params"]]
+    has_started = [optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in parameters]
+    if is_resumed and any(has_started):
+        # The uninterrupted run stays with its fused kernels when a layer is frozen or replaced. Switching here would
+        # round differently, so only a step that would fail in both is an obstacle.
+        now = {begun for p, begun in zip(parameters, has_started, strict=True) if p.grad is not None}
+        return len(now) < 2
+    return all(has_started) or (not any(has_started) and all(p.grad is not None for p in parameters))
 
 
 def set_kernels(optimizer: Optimizer, kernels: str, *, is_captured: bool) -> None:

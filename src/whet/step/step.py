@@ -176,7 +176,7 @@ class Stepper:
         # 2. Sum loss and weight over all ranks. The last backward pass has already summed the gradients.
         loss_sum, weight_sum = self.strategy.totals(loss_sum, weight_sum)
         if not self._has_gradients:
-            self._check_has_gradients()
+            self._check_has_gradients(step)
         # 3. Undo the loss scaling before the gradients are read.
         if self._scales_loss:
             self.scaler.unscale_(self.optimizer)
@@ -301,7 +301,7 @@ class Stepper:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _check_has_gradients(self) -> None:
+    def _check_has_gradients(self, step: int) -> None:
         """Raise after the first backward pass if the loss reaches no parameter: training would have no effect."""
         if all(parameter.grad is None for parameter in self._parameters):
             raise WhetError(
@@ -312,11 +312,10 @@ class Stepper:
         self._has_gradients = True
         self._has_sparse = self._has_sparse or any(p.grad is not None and p.grad.is_sparse for p in self._parameters)
         self._can_clip_foreach = can_clip_foreach(self._parameters)
-        if (
-            self.restore_kernels is not None
-            and (obstacle := gradient_obstacle(self.optimizer, self._parameters)) is not None
-        ):
-            self.use_own_kernels(obstacle)
+        if self.restore_kernels is not None:
+            obstacle = gradient_obstacle(self.optimizer, self._parameters, is_resumed=step > 1)
+            if obstacle is not None:
+                self.use_own_kernels(obstacle)
 
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:

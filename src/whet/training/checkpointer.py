@@ -173,9 +173,11 @@ class Checkpointer:
             run.unsaved_state.check()
         base_rates = run.rates.base
         if len(stepper.optimizer.param_groups) < len(base_rates):
-            # A removed parameter group would make a resume impossible, so this raises an error. An added group is not
-            # saved.
+            # A removed parameter group would make a resume impossible, so this raises an error.
             check_parameter_groups(stepper.optimizer, base_rates)
+        elif len(stepper.optimizer.param_groups) > len(base_rates):
+            # The next step refuses it, and the same command then resumes without it.
+            run.record_unsaved_state("a parameter group that was added to the optimizer")
         parameters, tied = describe_names(stepper.model)
         progress = state.state_dict()
         info = self._info.model_copy(

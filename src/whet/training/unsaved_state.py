@@ -4,9 +4,12 @@ Each gap is reported in a warning, recorded in all later checkpoints and reporte
 """
 
 import functools
+import inspect
 import operator
+import sys
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from whet.base.units import format_list
 from whet.checkpoint.attributes import has_encoding, plain_names
 from whet.checkpoint.optimizer_state import has_own_state, inner_optimizers
+from whet.checkpoint.state_format import CHANGEABLE
 from whet.data.samplers import copy_sampler
 from whet.data.stream_reader import set_epoch
 from whet.step.loss import loss_code
-from whet.step.optimizer_kernels import watch_updates
+from whet.step.optimizer_kernels import is_of_torch, watch_updates
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
-from whet.verify.code_references import class_references, frame_variables, is_library_class
+from whet.verify.code_references import (
+    FUNCTIONS,
+    class_references,
+    frame_variables,
+    is_library_class,
+    is_users_function,
+)
 from whet.verify.hidden_state import (
     StateWalk,
     changed_names,
@@ -42,13 +52,14 @@ if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
 _MAX_NAMES = 3
-_SAMPLER, _DATASET, _PROCESS = "the sampler", "the dataset", "the process"
+_SAMPLER, _DATASET, _LOADER, _PROCESS = "the sampler", "the dataset", "the loader", "the process"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _DATA_OWNERS = (_DATASET, _SAMPLER)
 """Compared only by their samples: data is large, and samples that change are noticed when they are read again."""
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 class UnsavedStateDetector:
@@ -65,6 +76,8 @@ class UnsavedStateDetector:
         """Code objects whose function is redefined during the run. Their closure variables belong to the loop."""
         self._before: dict[str, dict[str, bytes]] = {}
         """Hashes of the values before the first step, by owner and name."""
+        self._hooks: dict[int, tuple[weakref.ref[Any], Counter[str]]] = {}
+        """The owners of hooks before the first step, by id, with the names of the user's hooks."""
         self._partial: dict[str, list[str]] = {}
         """Names of objects that cannot be compared completely, by owner."""
         self._reported: set[tuple[str, str]] = set()
@@ -76,6 +89,9 @@ class UnsavedStateDetector:
     def begin(self) -> None:
         """Take fingerprints before the first batch is read."""
         self._before = self._fingerprints(dict(self._roots()))
+        self._hooks = {
+            id(owner): (weakref.ref(owner), _users_hooks(hooks)) for _, owner, hooks in _hook_owners(self._run)
+        }
 
     def follow_plan(self) -> None:
         """Take new fingerprints of the settings of the process that were changed for another plan."""
@@ -106,6 +122,8 @@ class UnsavedStateDetector:
             return
         for gap in self._optimizers.unknown(self._run):
             self._run.record_unsaved_state(gap)
+        for change in self._changed_hooks():
+            self._run.record_unsaved_state(change, is_variable=True)
         roots = self._all_roots()
         expected = {self._loss_label(key): {*_rebound_names(self._losses[key])} for key in self._recreated}
         for owner, now in self._fingerprints(roots).items():
@@ -123,6 +141,19 @@ class UnsavedStateDetector:
         for owner, names in self._partial.items():
             listed = format_list([f"`{name}`" for name in names])
             self._run.record_unsaved_state(f"{listed} of {owner} cannot be compared as a whole", is_variable=True)
+
+    def _changed_hooks(self) -> Iterator[str]:
+        """Yield a description of each hook of the user that was added or removed since the first step."""
+        for name, owner, hooks in _hook_owners(self._run):
+            ref, before = self._hooks.get(id(owner), (None, None))
+            now = _users_hooks(hooks)
+            if ref is None or ref() is not owner or before is None:
+                # The owner itself was added, and a parameter is restored without its hooks.
+                before = Counter()
+            if now == before:
+                continue
+            yield from (f"`{hook}`, a hook of {name}, was added" for hook in now - before)
+            yield from (f"`{hook}`, a hook of {name}, was removed" for hook in before - now)
 
     def _unsaved(
         self, owner: str, names: list[str], parts: list[tuple[str, Any]], now: Mapping[str, bytes]
@@ -196,11 +227,12 @@ class UnsavedStateDetector:
     def _saved_objects(self) -> Iterator[Any]:
         """Yield the other objects that checkpoints save and to which the loss may refer."""
         run, schedule = self._run, self._run.config.training.schedule
-        optimizers = [stepper.optimizer for stepper in run.steppers.values()]
+        registered = (obj for obj in run.registered.objects.values() if isinstance(obj, Optimizer))
+        optimizers = [*(stepper.optimizer for stepper in run.steppers.values()), *registered]
         yield from optimizers
         # Values of a group, such as a learning rate on the device, are often the same objects as in `defaults`.
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        yield from (value for group in groups for value in group.values() if isinstance(value, Tensor | list | dict))
+        yield from (v for group in groups for v in group.values() if isinstance(v, (Tensor, *CHANGEABLE)))
         attributes = (value for module in run.model.modules() for _, value in module_attributes(module))
         # Code may refer to these objects by other names: modules may share a generator through a closure, for example.
         yield from (value for value in attributes if isinstance(value, torch.Generator) or _is_changeable(value))
@@ -235,6 +267,12 @@ class UnsavedStateDetector:
             parts = list(class_references(type(registered)))
             if isinstance(registered, nn.Module):
                 parts = list(_model_parts(registered))
+            elif isinstance(registered, Optimizer):
+                parts = [*_optimizer_parts(registered), *_encoded_attributes(registered)]
+            elif isinstance(registered, LRScheduler) and is_library_class(type(registered)):
+                # Its state_dict contains the attributes of callable objects, but nothing of functions.
+                functions = (part for part in schedule_functions(registered) if isinstance(part, FUNCTIONS))
+                parts = [(_name_of(part), part) for part in functions]
             elif _has_own_state(registered):
                 parts = _attributes(registered)
             yield f"{_REGISTERED}{name}", parts
@@ -250,6 +288,8 @@ class UnsavedStateDetector:
         for name, registered in run.registered.objects.items():
             if _has_own_state(registered):
                 yield f"{_REGISTERED}{name}", "self", registered, _read_state
+            elif isinstance(registered, Optimizer) and has_own_state(registered):
+                yield f"{_REGISTERED}{name}", "", registered, _read_state
         for name, module in run.model.named_modules():
             if _has_extra_state(module):
                 yield "the model", name, module, _read_extra_state
@@ -334,29 +374,70 @@ def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     for prefix, one in (("", optimizer), *((f"{name}.", inner) for name, inner in inner_optimizers(optimizer))):
         if not is_library_class(type(one)):
-            # Optimizers from other libraries change their defaults in the first step.
             yield f"{prefix}defaults", one.defaults
+        elif is_of_torch(one):
+            # Optimizers from other libraries change their defaults in the first step. A tensor is usually the learning
+            # rate, which each group has too.
+            yield f"{prefix}defaults", {key: v for key, v in one.defaults.items() if not isinstance(v, Tensor)}
         if not prefix or not has_own_state(one):
             names = (name for name in plain_names(one) if not has_encoding(vars(one)[name]))
             yield from ((f"{prefix}{name}", vars(one)[name]) for name in names)
         yield from class_references(type(one))
 
 
-def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+def _encoded_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield the plain attributes of a registered optimizer. Its state_dict leaves them out, unless it is the user's."""
+    values = vars(optimizer)
+    yield from ((name, values[name]) for name in plain_names(optimizer) if has_encoding(values[name]))
+
+
+def _hook_owners(run: "RunContext") -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yield the name of each object that may have hooks, the object, and its hooks."""
     owners: list[tuple[str, Any, tuple[str, ...]]] = []
     owners += [(name or "the model", module, _MODULE_HOOKS) for name, module in run.model.named_modules()]
     owners += [("all modules", nn.modules.module, _GLOBAL_HOOKS)]
     owners += [(name, parameter, _TENSOR_HOOKS) for name, parameter in run.model.named_parameters()]
     owners += [(type(s.optimizer).__name__, s.optimizer, _OPTIMIZER_HOOKS) for s in run.steppers.values()]
-    seen: set[tuple[int, int]] = set()
+    owners += [("all optimizers", sys.modules[Optimizer.__module__], _GLOBAL_OPTIMIZER_HOOKS)]
+    for name, obj in run.registered.objects.items():
+        label = f"{_REGISTERED}{name}"
+        if isinstance(obj, nn.Module):
+            owners += [(f"{label}.{n}".rstrip("."), module, _MODULE_HOOKS) for n, module in obj.named_modules()]
+            owners += [(f"{label}.{n}", parameter, _TENSOR_HOOKS) for n, parameter in obj.named_parameters()]
+        elif isinstance(obj, Optimizer):
+            owners.append((label, obj, _OPTIMIZER_HOOKS))
+        elif isinstance(obj, Tensor):
+            owners.append((label, obj, _TENSOR_HOOKS))
+    seen: set[int] = set()
     for name, owner, kinds in owners:
-        hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
+        if id(owner) in seen:
+            # A registered object may be part of the model.
+            continue
+        seen.add(id(owner))
+        yield name, owner, [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
+
+
+def _users_hooks(hooks: list[Any]) -> Counter[str]:
+    """Return the names of the hooks that are the user's. Libraries add their own again in the next process."""
+    return Counter(_name_of(hook) for hook in hooks if _is_users(hook)) if hooks else Counter()
+
+
+def _is_users(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
+    return is_users_function(function) if isinstance(function, types.FunctionType) else not is_library_class(type(hook))
+
+
+def _hooks(run: "RunContext") -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    seen: set[tuple[int, int]] = set()
+    for name, _, hooks in _hook_owners(run):
         # The same method is often registered as a hook of every module; read what it refers to only once.
         keys = [(id(getattr(hook, "__self__", None)), id(getattr(hook, "__func__", hook))) for hook in hooks]
-        hooks = [hook for hook, key in zip(hooks, keys, strict=True) if key not in seen]
+        new = [hook for hook, key in zip(hooks, keys, strict=True) if key not in seen]
         seen.update(keys)
-        if hooks:
-            yield f"a hook of {name}", [(_name_of(hook), hook) for hook in hooks]
+        if new:
+            yield f"a hook of {name}", [(_name_of(hook), hook) for hook in new]
 
 
 def _data_parts(data: Any, collate_fn: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
@@ -368,12 +449,33 @@ def _data_parts(data: Any, collate_fn: Any) -> Iterator[tuple[str, list[tuple[st
     if isinstance(data, DataLoader):
         sampler = _sampler_of(data)
         yield from _data_parts(data.dataset, data.collate_fn)
-        if not type(sampler).__module__.startswith("torch."):
+        if type(sampler).__module__.startswith("torch."):
+            yield _SAMPLER, list(_torch_sampler_parts(sampler, "self"))
+        else:
             yield _SAMPLER, _attributes(sampler) if _has_own_state(sampler) else [("self", sampler)]
+        own = ((key, value) for key, value in vars(data).items() if key not in _loader_machinery())
+        yield _LOADER, [(f"self.{key}", value) for key, value in own]
         yield "worker_init_fn", [("worker_init_fn", data.worker_init_fn)]
         return
     yield _DATASET, [("self", data)]
     yield "the collate function", [(_name_of(collate_fn), collate_fn)]
+
+
+def _torch_sampler_parts(sampler: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what the user may change in a sampler of torch, such as the weights of a WeightedRandomSampler."""
+    for key, value in vars(sampler).items():
+        inner = f"{name}.{key}"
+        if isinstance(value, BatchSampler) or (key == "sampler" and type(value).__module__.startswith("torch.")):
+            yield from _torch_sampler_parts(value, inner)
+        elif key not in ("data_source", "dataset", "generator"):
+            # The dataset has its own fingerprints. Each epoch seeds the generator.
+            yield inner, value
+
+
+@functools.cache
+def _loader_machinery() -> frozenset[str]:
+    """Return the names of the attributes that torch manages in every DataLoader."""
+    return frozenset(vars(DataLoader([0])))  # type: ignore[arg-type]
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
