@@ -908,7 +908,8 @@ IN_GATE = (
     "a list in a closure", "a buffer of a criterion", "a forward hook", "a schedule with a counter",
     "a counter of a sampler", "a callback without state_dict", "an object of the model",
     "a second optimizer over the model", "an object of an optimizer", "a callback whose state_dict is incomplete",
-    "a setting of Python", "a setting of autocast", "a mode of torch that counts", "a forward hook that a callback adds", "a hook of all optimizers",
+    "a setting of Python", "a setting of autocast", "a mode of torch that counts",
+    "a forward hook that a callback adds", "a hook of all optimizers",
     "an attribute of a registered optimizer", "a function of a registered scheduler",
     "the weights of a sampler at the end of an epoch",
 )  # fmt: skip
