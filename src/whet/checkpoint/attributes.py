@@ -70,11 +70,13 @@ def _is_computed(module: nn.Module, name: str) -> bool:
 
 @cache
 def module_machinery() -> frozenset[str]:
-    """Return the names of the attributes that torch manages in every nn.Module, and of one flag of transformers.
+    """Return the names of the attributes that torch manages in a module, and of one flag of transformers.
 
-    The flag records that hooks are installed. Restoring it would keep a new process from installing them.
+    The flag records that hooks are installed. Restoring it would keep a new process from installing them. torch.compile
+    marks a module with an id, which another process does not have.
     """
-    return frozenset({*vars(nn.Module()), "_compiled_call_impl", "_output_capturing_hooks_installed"})
+    marks = ("_compiled_call_impl", "_torchdynamo_wrapper_id", "_output_capturing_hooks_installed")
+    return frozenset({*vars(nn.Module()), *marks})
 
 
 _KERNEL_NAMES = frozenset(
