@@ -55,6 +55,7 @@ class BatchLoop:
         self._sync = RankSync(run.group)
         self._may_have_events = type(run.device.monitor) is not DeviceMonitor or not run.source.is_in_memory
         self._first_epoch = run.state.epoch
+        self._has_finished_batch = False
         self._is_in_step = False
         self._is_in_body = False
         """Whether the body of the user's loop over the batches is running."""
@@ -292,6 +293,10 @@ class BatchLoop:
         if outcome is None:
             return
         assert steps.batch is not None
+        if not self._has_finished_batch:
+            self._has_finished_batch = True
+            if run.unsaved_state is not None:
+                run.unsaved_state.accept_hooks()
         if self._is_unchecked and not outcome.is_skipped:
             self._is_unchecked = False
             try:

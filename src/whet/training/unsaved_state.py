@@ -77,7 +77,7 @@ class UnsavedStateDetector:
         self._before: dict[str, dict[str, bytes]] = {}
         """Hashes of the values before the first step, by owner and name."""
         self._hooks: dict[int, tuple[weakref.ref[Any], Counter[str]]] = {}
-        """The owners of hooks before the first step, by id, with the names of the user's hooks."""
+        """The owners of hooks in the first step, by id, with the names of the user's hooks."""
         self._partial: dict[str, list[str]] = {}
         """Names of objects that cannot be compared completely, by owner."""
         self._reported: set[tuple[str, str]] = set()
@@ -89,6 +89,10 @@ class UnsavedStateDetector:
     def begin(self) -> None:
         """Take fingerprints before the first batch is read."""
         self._before = self._fingerprints(dict(self._roots()))
+        self.accept_hooks()
+
+    def accept_hooks(self) -> None:
+        """Record the hooks, before the first step and after it: a first forward pass adds its own in each process."""
         self._hooks = {
             id(owner): (weakref.ref(owner), _users_hooks(hooks)) for _, owner, hooks in _hook_owners(self._run)
         }

@@ -465,6 +465,8 @@ class SessionPrinter:
         self._has_goal = self._has_folder = False
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "step":
+            return
         line, topic = self._line(kind, fields), "rollback" if fields.get("rollback_reason") else kind
         if line is not None and topic not in self._printed and sys.stderr is not None:
             self._printed.add(topic)
