@@ -1,6 +1,7 @@
 """Draws of the code between steps do not move those of steps, for every generator, and both streams are saved."""
 
 import random
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -181,6 +182,7 @@ def test_a_fingerprint_of_torch_changes_exactly_when_its_state_does(
         assert (generator.fingerprint() == before) == torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the layout was seen on Linux only; elsewhere states may be copied")
 def test_torch_of_this_version_has_the_known_layout() -> None:
     """Otherwise each step copies 5 kB three times: slower, not wrong."""
     assert _has_known_layout()

@@ -255,15 +255,17 @@ def _state_parts(generator: torch.Generator) -> tuple[Any, Any] | None:
     """
     # get_state() widens each word to 8 bytes and puts the same fields into another order.
     state = generator.get_state().numpy()
+    address = getattr(generator, "_cdata", None)
+    if address is None or len(state) < 24 + 8 * 624:
+        return None
     words = state[24 : 24 + 8 * 8].view(np.uint64).astype(np.uint32).tobytes()
-    seen = (ctypes.c_char * _SCANNED_BYTES).from_address(generator._cdata).raw  # type: ignore[attr-defined]
+    seen = (ctypes.c_char * _SCANNED_BYTES).from_address(address).raw
     offset = seen.find(words)
     seed = offset - _WORDS_OFFSET
     if seed < 0 or seen[seed : seed + 8] != state[:8].tobytes():
         return None
-    address = generator._cdata + offset  # type: ignore[attr-defined]
-    first = (ctypes.c_char * _PART_BYTES).from_address(address - _WORDS_OFFSET)
-    return first, (ctypes.c_char * _CACHED_BYTES).from_address(address + 4 * 624)
+    first = (ctypes.c_char * _PART_BYTES).from_address(address + seed)
+    return first, (ctypes.c_char * _CACHED_BYTES).from_address(address + offset + 4 * 624)
 
 
 def _read_parts(first: Any, last: Any) -> bytes:
