@@ -1129,6 +1129,13 @@ def _batches_of_torch(p: Program) -> None:
     p.data = DataLoader(TensorDataset(X, Y), batch_sampler=sampler)
 
 
+def _recomputed_blocks(p: Program) -> None:
+    """The plan replaces the forward method of each block, also one that the user has set."""
+    _use(p, nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, 3)))
+    p.model[1][0].forward = functools.partial(f.linear, weight=p.model[1][0].weight)
+    p.options["overrides"] = {"threads": 1, "activation_checkpointing": "on"}
+
+
 def _private_attribute(p: Program) -> None:
     def hook(optimizer: Any, *_: Any) -> None:
         norm = p.model.weight.grad.norm()
@@ -1141,7 +1148,7 @@ def _private_attribute(p: Program) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        _hooks_of_torch, _registered_optimizer, _private_attribute,
+        _hooks_of_torch, _registered_optimizer, _private_attribute, _recomputed_blocks,
         *(pytest.param(change, marks=pytest.mark.slow) for change in (_hooks_of_a_step, _one_cycle, _batches_of_torch)),
     ],
 )  # fmt: skip

@@ -93,6 +93,11 @@ def checkpoint_activations(model: nn.Module) -> Iterator[None]:
                 block.forward = own
 
 
+def without_recomputation(forward: Any) -> Any:
+    """Return the forward function of a block as it was before `checkpoint_activations`; any other value unchanged."""
+    return forward.args[0] if isinstance(forward, partial) and forward.func is checkpoint else forward
+
+
 def has_batch_statistics(model: nn.Module) -> bool:
     """Return whether a block has running statistics, which a recomputation must not update a second time."""
     return any(_batch_norms(block) for block in find_blocks(model))

@@ -26,6 +26,7 @@ from whet.checkpoint.state_format import CHANGEABLE
 from whet.data.samplers import copy_sampler
 from whet.data.stream_reader import set_epoch
 from whet.step.loss import loss_code
+from whet.step.model_contexts import without_recomputation
 from whet.step.optimizer_kernels import is_of_torch, watch_updates
 from whet.training.callback import Callback
 from whet.training.torch_schedule import schedule_functions
@@ -364,7 +365,15 @@ def _saves_state(callback: Callback) -> bool:
 
 def _model_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        for key, value in module_attributes(module):
+        for key, attribute in module_attributes(module):
+            value = (
+                without_recomputation(attribute)
+                if key == "forward" and isinstance(attribute, functools.partial)
+                else attribute
+            )
+            if value is not attribute and getattr(value, "__self__", None) is module:
+                # The method of the class, as before the plan let it be recomputed.
+                continue
             if not has_encoding(value):
                 yield f"{name}.{key}".removeprefix("."), value
         yield from ((f"{name}.{key}".removeprefix("."), value) for key, value in scripted_attributes(module))
