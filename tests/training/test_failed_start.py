@@ -339,6 +339,18 @@ def test_a_session_says_how_it_starts_resumes_and_ends(tmp_path: Path, capfd: py
     assert again == "whet: all 3 epochs done at step 12"
 
 
+@pytest.mark.parametrize("on_event", [None, "line"])
+def test_a_stop_without_a_run_folder_promises_no_resume(on_event: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    model, data = nn.Linear(4, 2), (torch.rand(16, 4), torch.zeros(16, dtype=torch.int64))
+    with whet.Session(model, sgd(model), data, global_batch_size=4, on_event=on_event) as session:
+        for batch in session:
+            session.step(nn.functional.cross_entropy, batch)
+            break
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert "at step 1" in last
+    assert "resumes" not in last
+
+
 def test_a_resume_before_the_first_checkpoint_starts_again() -> None:
     fields = {"step": 0, "exactness": "bit-exact"}
     assert resume_message(fields, total=9) == "starts again from step 0: it ended before its first checkpoint"

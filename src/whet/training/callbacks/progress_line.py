@@ -204,6 +204,7 @@ class ProgressLine:
         self._screen = open_screen(stream, sys.stderr or io.StringIO())
         self._total: int | None = None
         self._goal: str | None = None
+        self._has_folder = True
         self._asks_for_goal = False
         """Whether the next evaluation is the first one of a run that could keep its best weights."""
         self._optimizers: list[str] = []
@@ -249,7 +250,7 @@ class ProgressLine:
     def _on_settings(self, fields: dict[str, Any]) -> None:
         """Print the header: machine, workload, plan and estimated time."""
         path = fields.get("path")
-        self._asks_for_goal = path is not None
+        self._asks_for_goal = self._has_folder = path is not None
         lines = summary_lines(
             fields["plan"],
             width=self._screen.width,
@@ -322,7 +323,8 @@ class ProgressLine:
         self._print_spike_count()
         self.close()
         if fields["state"] == "stopped":
-            self.print_line(f"{self._name}: {fields['reason']}, at step {fields['step']:,}; the same call resumes")
+            resumes = "; the same call resumes" if self._has_folder else ""
+            self.print_line(f"{self._name}: {fields['reason']}, at step {fields['step']:,}{resumes}")
 
     def print_line(self, line: str) -> None:
         """Print a line that stays visible above the progress line."""
@@ -490,7 +492,8 @@ class SessionPrinter:
             return no_goal_message(fields)
         elif kind == "end":
             if fields["state"] == "stopped":
-                return f"{fields['reason']}, at step {fields['step']:,}; the same program resumes"
+                resumes = "; the same program resumes" if self._has_folder else ""
+                return f"{fields['reason']}, at step {fields['step']:,}{resumes}"
             return f"{fields['reason']} at step {fields['step']:,}{self._where}" if fields["state"] == "done" else None
         elif kind in (*_ATTENTION_KINDS, "oom"):
             return f'{_message(kind, fields)} (on_event="line" prints more)'
