@@ -123,6 +123,8 @@ def table(model: str, comparison: LoopComparison) -> Iterator[str]:
     for times in comparison.times:
         if plan := times.notes.get("plan"):
             yield f"- {times.name}: " + ", ".join(f"{name}={value}" for name, value in plan.items())
+        if timeline := times.notes.get("timeline"):
+            yield f"- {times.name}, until its first step: " + "; ".join(timeline)
         for trial in times.notes.get("trials", []):
             yield f"- {times.name}, measurement: {trial}"
         for change in times.notes.get("changes", []):

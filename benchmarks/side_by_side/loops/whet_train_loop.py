@@ -42,7 +42,7 @@ class GateCallback(whet.Callback):
 
 
 class EventNotes:
-    """Notes changes of the plan, and how long measuring took."""
+    """Notes changes of the plan, and when each part of measuring began."""
 
     def __init__(self, gate: StepGate) -> None:
         self._gate = gate
@@ -56,6 +56,7 @@ class EventNotes:
         line = str(fields.get("doing") or fields.get("message"))
         if kind in ("measuring", "plan", "estimate") and line != self._line:
             self._line = line
+            self._gate.notes.setdefault("timeline", []).append(f"{now - self._start:.1f} s: {line}")
             print(f"{now - self._start:.1f} s: {line}", file=sys.stderr, flush=True)
         if kind == "measuring":
             self._measuring_since = self._measuring_since or now
