@@ -39,6 +39,7 @@ from whet.base.units import format_bytes
 MAX_STEPS = 100_000
 NUM_LOSSES = 10
 MEASURED = "whet_train-measured"
+DEFAULT_LOOPS = tuple(loop for loop in FOREIGN_LOOPS if loop != "whet_train-compiled")
 HEAD = (
     "loop",
     "samples/s",
@@ -82,7 +83,13 @@ def report(given: argparse.Namespace) -> Iterator[str]:
     for model in given.model:
         if given.fill:
             specs = specs_of(model, given)
-            lines = fill_caches(specs, caches=given.caches, variables=variables, limit=given.limit)
+            lines = fill_caches(
+                specs,
+                caches=given.caches,
+                variables=variables,
+                limit=given.limit,
+                compiled_as={MEASURED: "whet_train-compiled"},
+            )
             yield from (f"{model}: {line}" for line in lines)
             continue
         try:
@@ -178,7 +185,7 @@ def _loss_difference(times: LoopTimes, comparison: LoopComparison) -> str:
 def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, warmup=64)
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--loops", nargs="+", choices=list(FOREIGN_LOOPS), default=list(FOREIGN_LOOPS))
+    parser.add_argument("--loops", nargs="+", choices=list(FOREIGN_LOOPS), default=list(DEFAULT_LOOPS))
     parser.add_argument("--caches", type=Path, help="a folder for compiled code, kept between calls")
     parser.add_argument("--limit", type=float, help="maximum seconds from a command to a loop until its answer")
     parser.add_argument("--fill", action="store_true", help="only compile, with --caches")

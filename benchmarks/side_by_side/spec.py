@@ -26,6 +26,7 @@ FOREIGN_LOOPS = {
     "lightning": "Lightning",
     "whet_train": "whet, default plan",
     "whet_train-measured": "whet, measured",
+    "whet_train-compiled": "whet, compiled",
 }
 """Loops of benchmarks/foreign.py and their display names."""
 PLAIN_NAMES = {"trainer": "HF Trainer", "trainer-compiled": "HF Trainer, compiled"}

@@ -7,7 +7,7 @@ import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +155,27 @@ def compare_loops(
 
 
 def fill_caches(
-    specs: Iterable[Spec], *, caches: Path, variables: Mapping[str, str | None] | None, limit: float | None
+    specs: Iterable[Spec],
+    *,
+    caches: Path,
+    variables: Mapping[str, str | None] | None,
+    limit: float | None,
+    compiled_as: Mapping[str, str],
 ) -> Iterator[str]:
-    """Run the first step of each loop, all at once, to fill its cache of compiled code. Yields what each one did."""
+    """Run the first step of each loop, all at once, to fill its cache of compiled code. Yields what each one did.
+
+    `compiled_as` names the loop that fills the cache of another one: what a measurement compiles depends on its times,
+    and they mean nothing while other loops compile.
+    """
     missing: dict[str, str] = {}
     loops = {
-        spec.loop: LoopProcess(spec, variables=variables, cache=_cache_of(spec, caches), limit=limit) for spec in specs
+        spec.loop: LoopProcess(
+            replace(spec, loop=compiled_as.get(spec.loop, spec.loop)),
+            variables=variables,
+            cache=_cache_of(spec, caches),
+            limit=limit,
+        )
+        for spec in specs
     }
     _drop_absent(loops, missing)
     for loop in loops.values():

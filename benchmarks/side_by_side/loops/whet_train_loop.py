@@ -69,6 +69,8 @@ def run(workload: PeerWorkload, gate: StepGate, spec: Spec) -> None:
     overrides: dict[str, str | int] = {} if is_measured else {"precision": spec.precision}
     if spec.threads is not None:
         overrides["threads"] = spec.threads
+    if spec.is_compiled:
+        overrides["compile"] = "on"
     gate.begin()
     # From here on, what a user writes.
     model, loss = made.model, made.loss
