@@ -10,7 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whet.base.units import GB
-from whet.device.abstract import AbstractDevice, AbstractGraphs, DeviceMemory, Made, MemoryUsage, Replay
+from whet.device.abstract import (
+    AbstractDevice,
+    AbstractGraphs,
+    AbstractReader,
+    DeviceMemory,
+    Made,
+    Mark,
+    MemoryUsage,
+    Replay,
+)
 
 SYNC_OPERATORS = (
     "_local_scalar_dense",
@@ -33,9 +42,10 @@ class FakeDevice(AbstractDevice):
 
     kind = "fake"
 
-    def __init__(self, *, limit_bytes: int = 8 * GB) -> None:
+    def __init__(self, *, limit_bytes: int = 8 * GB, reader: "FakeReader | None" = None) -> None:
         super().__init__()
         self.seconds = 0.0
+        self._reader = reader
         self.memory: FakeMemory = FakeMemory(limit_bytes)
         self._generator = torch.Generator()
 
@@ -53,8 +63,30 @@ class FakeDevice(AbstractDevice):
     def mark(self) -> float:
         return self.seconds
 
+    def reader(self) -> "FakeReader | None":
+        return self._reader
+
     def graphs(self) -> "SimulatedGraphs":
         return SimulatedGraphs()
+
+
+@final
+class FakeReader(AbstractReader):
+    """A reader of a device that is behind the host: it has finished its work up to `reached`."""
+
+    def __init__(self) -> None:
+        self.reached = 0.0
+        self.waited_for: list[float] = []
+
+    def has_reached(self, mark: Mark) -> bool:
+        return mark <= self.reached
+
+    @contextmanager
+    def after(self, mark: Mark) -> Iterator[None]:
+        if mark > self.reached:
+            self.waited_for.append(mark)
+            self.reached = mark
+        yield
 
 
 @final

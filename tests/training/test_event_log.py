@@ -4,12 +4,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import whet
-from fake_device import FakeDevice
+from fake_device import FakeDevice, FakeReader
 from small_models import convnet, images
 from whet.base.errors import UsageError
 from whet.machine.facts import SystemState
@@ -100,6 +101,56 @@ def test_speed_excludes_pauses() -> None:
     assert [fields.get("samples_per_second") for _, fields in logged] == [None, 10.0, 50.0]
     assert logged[0][1].keys() == {"step", "samples", "memory", "utilization", "heat"}, "unknown values are omitted"
     assert (logged[0][1]["heat"], logged[0][1]["utilization"]) == ("hot", {})
+
+
+class QueuedSteps:
+    """A recorder whose device is behind the host. Each step of the host takes 0.6 s, so outcomes are read after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reader = FakeReader()
+        self._device = FakeDevice(reader=self.reader)
+        self.logged: list[tuple[str, int]] = []
+        self.recorder = Recorder(
+            None, self._device, on_event=lambda kind, fields: self.logged.append((kind, fields["step"]))
+        )
+        monkeypatch.setattr("whet.training.callbacks.event_log.time.monotonic", lambda: 1e6 + self._device.seconds)
+
+    def step(self, number: int, *, finished: int) -> None:
+        """Launch a step on a device that has finished the step `finished`."""
+        self._device.pass_time(0.6)
+        self.reader.reached = max(self.reader.reached, 0.6 * finished + 0.01)
+        batch: Any = SimpleNamespace(ids=np.arange(2), is_last_of_epoch=False)
+        outcome = Outcome(loss=torch.tensor(float(number)), grad_norm=None, marks=())
+        self.recorder.after_step(State(step=number, samples=number, batch=batch), outcome)
+
+
+def test_the_newest_steps_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them would leave the device without work until the host has launched the next step."""
+    queued = QueuedSteps(monkeypatch)
+    for number in range(1, 8):
+        queued.step(number, finished=number - 1)
+    assert queued.reader.waited_for == []
+    assert [step for _, step in queued.logged] == [1, 2, 3, 4, 5, 6]
+    queued.recorder.read()
+    assert queued.logged[-1] == ("step", 7)
+
+
+def test_a_host_far_ahead_of_its_device_waits_for_the_steps_of_the_last_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued = QueuedSteps(monkeypatch)
+    for number in range(1, 6):
+        queued.step(number, finished=0)
+    assert queued.reader.waited_for == pytest.approx([0.6, 1.2, 1.8, 2.4]), "one step stays queued"
+    assert [step for _, step in queued.logged] == [1, 2, 3, 4]
+
+
+def test_deferred_events_follow_the_step_they_belong_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued = QueuedSteps(monkeypatch)
+    for number in (1, 2, 3):
+        queued.step(number, finished=number - 1)
+        queued.recorder.defer("health", step=number)
+    assert queued.logged == [("step", 1), ("health", 1), ("step", 2), ("health", 2)]
+    queued.recorder.read()
+    assert queued.logged[4:] == [("step", 3), ("health", 3)]
 
 
 def test_usage_of_this_process_is_read_from_the_system() -> None:

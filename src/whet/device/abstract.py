@@ -158,6 +158,10 @@ class AbstractDevice(ABC):
         """
         return _NO_CONTEXT
 
+    def reader(self) -> "AbstractReader | None":
+        """Return a reader of tensors that does not wait for later work, or None if the device has none."""
+        return None
+
     def graphs(self) -> "AbstractGraphs | None":
         """Return a new graph capturer with its own memory pool, or None if the device does not support graphs."""
         return None
@@ -219,6 +223,21 @@ class DeviceMonitor:
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Return an iterator over the events since the last call, as pairs of kind and fields."""
         return iter(())
+
+
+class AbstractReader(ABC):
+    """Reads tensors while the device works on what was queued after them.
+
+    A plain read waits for everything that is queued. The device is then idle until the host has launched more.
+    """
+
+    @abstractmethod
+    def has_reached(self, mark: Mark) -> bool:
+        """Return whether the device has finished all work queued before a mark, without waiting."""
+
+    @abstractmethod
+    def after(self, mark: Mark) -> AbstractContextManager[object]:
+        """Return a context in which reading a tensor waits only for the work queued before a mark."""
 
 
 class AbstractGraphs(ABC):

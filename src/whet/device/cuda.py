@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from whet.base.errors import WhetError, first_line
-from whet.device.abstract import AbstractDevice, AbstractGraphs, DeviceMemory, Made, MemoryUsage, Replay
+from whet.device.abstract import (
+    AbstractDevice,
+    AbstractGraphs,
+    AbstractReader,
+    DeviceMemory,
+    Made,
+    MemoryUsage,
+    Replay,
+)
 from whet.device.kernels.switches import use_whet_kernels
 
 _SYNC_WARNING = "called a synchronizing"
@@ -89,6 +97,9 @@ class CudaDevice(AbstractDevice):
     def compute_context(self, *, is_step: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
         return use_whet_kernels("gates")
 
+    def reader(self) -> "CudaReader":
+        return CudaReader(self._torch_device)
+
     def graphs(self) -> "CudaGraphs":
         return CudaGraphs(self._torch_device)
 
@@ -126,6 +137,23 @@ def cuda_unavailable_reason() -> str | None:
     if torch.cuda.is_available():
         return None
     return "this torch is built without CUDA" if torch.version.cuda is None else "no NVIDIA GPU or driver was found"
+
+
+@final
+class CudaReader(AbstractReader):
+    """Reads tensors on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def has_reached(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
+
+    @contextmanager
+    def after(self, mark: torch.cuda.Event) -> Iterator[None]:
+        self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 # --- graphs ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor
 from whet.base.errors import WhetError
 from whet.base.origin import format_traceback
 from whet.data.batch import GlobalBatch
-from whet.device.abstract import AbstractDevice
+from whet.device.abstract import AbstractDevice, Mark
 from whet.run import durable
 from whet.run.event import SUPERSEDED_KINDS
 from whet.run.events import EventLog
@@ -29,9 +29,9 @@ from whet.training.progress import State
 if TYPE_CHECKING:
     from whet.training.run_context import RunContext
 
-# Pending outcomes are read after half a second or 256 steps. Until then their tensors stay on the device.
+# Outcomes are read after half a second or 256 steps. Until then their tensors stay on the device.
 _READ_EVERY_SECONDS = 0.5
-_MAX_PENDING = 256
+_READ_EVERY_STEPS = 256
 _MAX_SAMPLE_IDS = 64
 
 EventHandler = Callable[[str, dict[str, Any]], None]
@@ -46,6 +46,10 @@ def emit_event(on_event: EventHandler | None, kind: str, fields: dict[str, Any])
     if on_event is not None:
         with contextlib.suppress(OSError):
             on_event(kind, fields)
+
+
+_PendingStep = tuple[dict[str, Any], np.ndarray, Outcome, Mark]
+"""The facts of a step, the ids of its samples, its outcome, and a mark that the device reaches after it."""
 
 
 class Recorder(Callback):
@@ -64,7 +68,10 @@ class Recorder(Callback):
         self._guard = guard or NonFiniteGuard(has_scaler=False)
         self._on_event = on_event
         self._run: RunContext | None = None
-        self._pending: list[tuple[dict[str, Any], np.ndarray, Outcome]] = []
+        self._reader = device.reader()
+        self._pending: list[_PendingStep] = []
+        self._num_left = 0
+        """How many of the pending steps the last read left, because the device had not finished them."""
         self._read_at = time.monotonic()
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         self._extra_seconds: dict[str, float] = {}
@@ -97,9 +104,11 @@ class Recorder(Callback):
             assert state.batch is not None
             epoch = state.epoch - state.batch.is_last_of_epoch
             facts = {"step": state.step, "epoch": epoch, "samples": state.samples, "lr": state.lr}
-            self._pending.append((facts, state.batch.ids, outcome))
-            if len(self._pending) >= _MAX_PENDING or time.monotonic() - self._read_at > _READ_EVERY_SECONDS:
-                self.read()
+            mark = None if self._reader is None else self._device.mark()
+            self._pending.append((facts, state.batch.ids, outcome, mark))
+            num_new = len(self._pending) - self._num_left
+            if num_new >= _READ_EVERY_STEPS or time.monotonic() - self._read_at > _READ_EVERY_SECONDS:
+                self._read_finished()
         return Action.NONE
 
     def on_epoch_end(self, state: State) -> Action:
@@ -142,9 +151,9 @@ class Recorder(Callback):
         self.read()
         self._write(kind, step=step, **fields)
 
-    def defer(self, kind: str, **fields: Any) -> None:
+    def defer(self, kind: str, *, step: int, **fields: Any) -> None:
         """Log an event later, once the steps before it have been read. Does not wait for the device."""
-        self._waiting.append((kind, fields))
+        self._waiting.append((kind, {"step": step, **fields}))
 
     def warn(self, step: int, what: str, error: WhetError, *, path: Path, retry: str) -> None:
         """Log a disk error that does not stop training."""
@@ -202,26 +211,53 @@ class Recorder(Callback):
 
     def read(self) -> None:
         """Read the pending outcomes, waiting for the device only once, and write them."""
-        self._read_at = time.monotonic()
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._num_left = self._pending, [], 0
         if pending:
             self._read_steps(pending)
-        waiting, self._waiting = self._waiting, []
-        for kind, fields in waiting:
-            self._write(kind, **fields)
+        self._read_at = time.monotonic()
+        self._write_waiting(until_step=None)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _read_finished(self) -> None:
+        """Read the steps that the device has finished, and wait only for those that the last read left.
+
+        Waiting for the newest step would leave the device idle until the host has launched the next one. Waiting for
+        older ones keeps the host from running ahead without limit.
+        """
+        if self._reader is None:
+            self.read()
+            return
+        num_read = self._num_left
+        while num_read < len(self._pending) and self._reader.has_reached(self._pending[num_read][3]):
+            num_read += 1
+        finished, self._pending = self._pending[:num_read], self._pending[num_read:]
+        self._num_left = len(self._pending)
+        if finished:
+            with self._reader.after(finished[-1][3]):
+                self._read_steps(finished)
+            self._write_waiting(until_step=finished[-1][0]["step"])
+        self._read_at = time.monotonic()
+
+    def _write_waiting(self, *, until_step: int | None) -> None:
+        """Write the deferred events of steps up to this one; all of them with None."""
+        waiting, self._waiting = self._waiting, []
+        for kind, fields in waiting:
+            if until_step is None or fields["step"] <= until_step:
+                self._write(kind, **fields)
+            else:
+                self._waiting.append((kind, fields))
 
     @property
     def _has_one_loss(self) -> bool:
         # The sum of losses jumps if optimizers step at different intervals, but that is not a spike.
         return self._run is None or len(self._run.steppers) == 1
 
-    def _read_steps(self, pending: list[tuple[dict[str, Any], np.ndarray, Outcome]]) -> None:
-        losses = _as_numbers([outcome.loss if outcome.has_loss else None for _, _, outcome in pending])
-        norms = _as_numbers([outcome.grad_norm for _, _, outcome in pending])
+    def _read_steps(self, pending: list[_PendingStep]) -> None:
+        losses = _as_numbers([outcome.loss if outcome.has_loss else None for _, _, outcome, _ in pending])
+        norms = _as_numbers([outcome.grad_norm for _, _, outcome, _ in pending])
         computing: list[tuple[int, float]] = []
-        for (facts, ids, outcome), loss, norm in zip(pending, losses, norms, strict=True):
+        for (facts, ids, outcome, _), loss, norm in zip(pending, losses, norms, strict=True):
             scalars = {_scalar_name(name): float(value) for name, value in outcome.scalars.items()}
             seconds = self._seconds(outcome)
             computing.append((facts["step"], sum(spent for phase, spent in seconds.items() if phase != "data")))
