@@ -12,7 +12,7 @@ from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
 from whet.step.apply_plan import apply_kernels
-from whet.step.model_contexts import CompiledCalls
+from whet.step.compilation import CompiledCalls
 
 pytestmark = pytest.mark.torch
 

@@ -264,7 +264,7 @@ def own_scene(*, has_choice: bool = False, **overrides: str) -> Callable[[Path, 
     """A user's model with a user's optimizer, whose kernels are left open, or with one that is built for shards."""
 
     def scene(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
-        from whet.verify.start.compiled import num_graphs
+        from whet.step.compilation import num_graphs
 
         torch.manual_seed(5)
         model = OwnModel()

@@ -14,12 +14,12 @@ from whet.autotune.step_bench import ProbeFailedError
 from whet.data.loader import with_loader_options
 from whet.device.open import current_machine
 from whet.plan.plan import make_plan
+from whet.step.compilation import num_graphs
 from whet.step.optimizers import OptimizerChoice
 from whet.training import step_bench
 from whet.training.step_bench import LocalStepBench
 from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload
-from whet.verify.start.compiled import num_graphs
 
 pytestmark = [
     pytest.mark.torch,

@@ -28,12 +28,13 @@ from whet.device.open import current_machine
 from whet.plan.plan import make_plan
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.step.compilation import num_graphs
 from whet.step.optimizers import OptimizerChoice
 from whet.training.step_bench import LocalStepBench
 from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload
 from whet.verify.start import compiled
-from whet.verify.start.compiled import CompiledParity, compare_compiled_with_eager, num_graphs, runs_compiled
+from whet.verify.start.compiled import CompiledParity, compare_compiled_with_eager, runs_compiled
 
 pytestmark = [
     pytest.mark.torch,

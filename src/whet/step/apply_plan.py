@@ -24,10 +24,10 @@ from whet.distributed.ranks import RankInfo
 from whet.distributed.strategies import ParallelStrategy, ReplicatedStrategy
 from whet.plan.plan import Plan, override
 from whet.step.attention import use_explicit_masks
+from whet.step.compilation import CompiledCalls
 from whet.step.ema import Ema
 from whet.step.graphs import GraphedStepper
 from whet.step.model_contexts import (
-    CompiledCalls,
     WeightLayout,
     checkpoint_activations,
     deterministic,

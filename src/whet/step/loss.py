@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
 from whet.data.batch import MicroBatch
+from whet.step.compilation import compiled_loss
 
 _TINY = 1e-37
 
@@ -44,10 +45,13 @@ class BatchLoss:
         )
 
     def __call__(self, micro: MicroBatch) -> Any:
-        data = micro.data
+        data, compiled = micro.data, compiled_loss(self.model)
         if not self._is_criterion:
-            return self.function(data)
-        inputs, target = _as_pair(data, self.function)
+            return self.function(data) if compiled is None else compiled(micro, self.function, data)
+        pair = _as_pair(data, self.function)
+        return self._criterion_loss(*pair) if compiled is None else compiled(micro, self._criterion_loss, *pair)
+
+    def _criterion_loss(self, inputs: Any, target: Any) -> Any:
         outputs = self.model(inputs)
         if self._has_tensors and isinstance(outputs, Tensor):
             self._move_criterion(outputs.device)

@@ -1,4 +1,4 @@
-"""Temporary changes to a model: activation checkpointing, split heads, compilation, layout, deterministic kernels.
+"""Temporary changes to a model: activation checkpointing, split heads, layout, deterministic kernels.
 
 The model stays the same object with the same names, weights and hooks, and every change is undone on exit.
 """
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from whet.base.errors import UsageError, WhetError
-from whet.device.environment import configure_compile_cache
 from whet.plan.plan import Plan
 from whet.plan.warnings import ROW_LIMIT
 
@@ -168,104 +167,6 @@ def _linear_in_pieces(head: Any, x: Tensor) -> Tensor:
     biases = [None] * len(weights) if head.bias is None else head.bias.split(ROW_LIMIT)
     pieces = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return torch.cat(pieces, dim=-1)
-
-
-# --- compilation -----------------------------------------------------------------------------------------------------
-
-_DYNAMIC_LENGTHS = ("sorted", "packed", "packed_bucketed")
-"""Values of `lengths` that produce too many shapes to compile each one separately."""
-_COMPILER_MODULES = ("torch._dynamo", "torch._inductor")
-"""Modules whose errors mean that the compiler failed rather than the model."""
-_CPP_ERROR_WORDS = ("C++", "Cxx", "Cpp")
-"""Words in errors about a missing C++ compiler."""
-
-
-def compile_obstacle(model: nn.Module, plan: Plan) -> str | None:
-    """Return the reason why this model cannot be compiled under this plan; None if it can."""
-    if plan.activation_checkpointing == "on" and has_batch_statistics(model):
-        return (
-            "activation_checkpointing=on recomputes blocks with BatchNorm without updating their statistics twice, and "
-            "torch's compiler cannot do that"
-        )
-    return None
-
-
-class CompiledCalls:
-    """Compiled calls of a model or its blocks, active inside `in_use`. The modules remain the same objects."""
-
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        configure_compile_cache()
-        modules = find_blocks(model) if plan.compile == "blocks" else [model]
-        if not modules:
-            raise WhetError(
-                "this model has no blocks to compile",
-                got=type(model).__name__,
-                try_="an nn.ModuleList or nn.Sequential of blocks, or compile=on for the whole model",
-            )
-        # By default, torch compiles for the first length and then again for dynamic lengths. Start with dynamic
-        # lengths.
-        is_dynamic = True if plan.workload.lengths_vary and plan.lengths in _DYNAMIC_LENGTHS else None
-        self._calls = [
-            (module, module._compiled_call_impl, _compiled_call(module, is_dynamic, plan.attention))
-            for module in modules
-        ]
-        self._cache_tag = "" if plan.attention == "torch" else f"attention={plan.attention}"
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Make the modules run their compiled code inside the `with` block."""
-        for module, _, call in self._calls:
-            module._compiled_call_impl = call
-        try:
-            with self._separate_caches():
-                yield
-        finally:
-            for module, before, _ in self._calls:
-                module._compiled_call_impl = before
-
-    def _separate_caches(self) -> AbstractContextManager[object]:
-        """Return a context whose compiled code is cached apart from that of other attention kernels.
-
-        Attention kernels are chosen while the model is traced, and torch's keys do not contain them (torch 2.13).
-        """
-        if not self._cache_tag:
-            return nullcontext()
-        config: Any = torch.compiler.config
-        separate: AbstractContextManager[object] = config.patch(cache_key_tag=config.cache_key_tag + self._cache_tag)
-        return separate
-
-
-def _compiled_call(module: nn.Module, is_dynamic: bool | None, attention: str) -> Any:
-    before = module._compiled_call_impl
-    if attention != "torch" or type(module).__module__.startswith("torch.nn.") or "forward" in module.__dict__:
-        # The compiler skips modules of torch.nn, such as nn.Sequential, and forward methods set on an instance, as in
-        # checkpointed blocks. A function around the call makes it trace them. It reads `attention`, because torch
-        # reuses code for other attention kernels otherwise: their choice is no guard (torch 2.13).
-        def call_module(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs) if attention else None
-
-        compiled: Any = torch.compile(call_module, dynamic=is_dynamic)
-    else:
-        module.compile(dynamic=is_dynamic)
-        compiled, module._compiled_call_impl = module._compiled_call_impl, before
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return compiled(*args, **kwargs)
-        except Exception as error:
-            if not type(error).__module__.startswith(_COMPILER_MODULES):
-                raise
-            reason = _compile_error_text(error)
-            lacks_compiler = any(word in reason for word in _CPP_ERROR_WORDS)
-            hint = "; on a CPU compiling needs a C++ compiler (g++, Xcode's tools)" if lacks_compiler else ""
-            raise WhetError("the model could not be compiled", got=reason, try_=f"compile=off{hint}") from error
-
-    return call
-
-
-def _compile_error_text(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
-    return " ".join(line for line in lines if line and not line.startswith("Set TORCH"))[:300]
 
 
 # --- memory format of weights ----------------------------------------------------------------------------------------

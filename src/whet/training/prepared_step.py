@@ -16,8 +16,8 @@ from whet.data.source import AbstractSource
 from whet.device.abstract import AbstractDevice
 from whet.device.errors import is_out_of_memory
 from whet.plan.plan import Plan
+from whet.step.compilation import CompiledCalls
 from whet.step.graphs import GraphedStepper
-from whet.step.model_contexts import CompiledCalls
 from whet.step.rollback import release_traceback
 from whet.step.step import Stepper
 from whet.training.model_check import run_check
@@ -73,11 +73,19 @@ class LocalPreparedStep:
         self._bench = bench
         self._built = built
         self._reading = bench.read_batches(built.source)
-        self._compiled = CompiledCalls(bench.model, built.plan) if built.plan.compile != "off" else None
+        self._compiled = self._compile() if built.plan.compile != "off" else None
         self._number = 0
         # A learning rate of 0 preserves the arithmetic of the update but not its effect: repeated steps on the
         # same batches could produce denormal numbers, which are slow to compute with.
         set_learning_rate(built.stepper.optimizer, 0.0, built.base_rates)
+
+    def _compile(self) -> CompiledCalls:
+        bench, built = self._bench, self._built
+        calls = CompiledCalls(bench.model, built.plan)
+        with bench.applied(built):
+            micro = next(built.split(bench.batch(0)))
+            calls.leave_loss(bench.loss, micro, built.device, precision=built.plan.precision)
+        return calls
 
     def check(self, *, seconds: float) -> None:
         """Raise ProbeFailedError if the compiled model differs from eager execution, or was not compiled at all.

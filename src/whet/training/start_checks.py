@@ -21,8 +21,8 @@ from whet.device.mps import make_contiguous
 from whet.plan.plan import Plan, with_runtime_changes
 from whet.plan.setting import MeasuredSetting
 from whet.step.attention import use_explicit_masks
+from whet.step.compilation import CompiledCalls, compile_obstacle
 from whet.step.loss import MicroLoss
-from whet.step.model_contexts import CompiledCalls, compile_obstacle
 from whet.step.step import Stepper
 from whet.step.unpadding import Unpadding, unpadding_obstacle
 from whet.training.model_check import ModelCheck, ModelCheckResult, run_check
@@ -173,7 +173,9 @@ class StartChecks:
         )
         before = cache.load_verified(key) if key and plan.verify == "on" else None
         with ExitStack() as undo:
-            undo.enter_context(CompiledCalls(model, plan).in_use())
+            calls = CompiledCalls(model, plan)
+            calls.leave_loss(loss, micro, device, precision=plan.precision)
+            undo.enter_context(calls.in_use())
             why_not = skip_reason(plan)
             if why_not is not None:
                 compiled_stack.push(undo.pop_all())
@@ -199,7 +201,9 @@ class StartChecks:
                 error = None if parity is None else parity.largest
                 if key and parity is not None:
                     cache.store_verified(key, str(parity))
-                self._log(f"compiled: {problem or parity}", start=start, step=step, error=error)
+                obstacle = None if calls.loss is None else calls.loss.obstacle
+                how = "" if obstacle is None else f" without your loss function ({obstacle})"
+                self._log(f"compiled{how}: {problem or parity}", start=start, step=step, error=error)
                 return plan
         reason = str(parity) if is_unusable else "its results differ on another rank, or it is not compiled there"
         error = parity.error if parity is not None and math.isfinite(parity.error) else None

@@ -42,9 +42,10 @@ from whet.step.apply_plan import (
     open_planned_source,
     place_model,
 )
+from whet.step.compilation import CompiledCalls, compile_obstacle, num_graphs
 from whet.step.ema import named_tensors
 from whet.step.loss import LossFunction, adapt_loss, mean_loss
-from whet.step.model_contexts import CompiledCalls, WeightLayout, compile_obstacle
+from whet.step.model_contexts import WeightLayout
 from whet.step.optimizer_kernels import replicate
 from whet.step.optimizers import OptimizerChoice
 from whet.training.prepared_step import (
@@ -59,7 +60,6 @@ from whet.training.training_config import TrainingConfig
 from whet.training.workload import calls_attention, count_flops, measure_activation_bytes, pad_token_id
 from whet.verify.isolation import preserve_model, preserve_state
 from whet.verify.parity.precision import compare_precision
-from whet.verify.start.compiled import num_graphs
 from whet.verify.start.splitting import loss_split_obstacle
 
 # Warm-up steps beyond the minimum run only within this time.

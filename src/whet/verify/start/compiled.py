@@ -26,6 +26,7 @@ from whet.data.batch import MicroBatch
 from whet.data.split import slice_micro_batch
 from whet.device.abstract import HALF_TYPES, AbstractDevice
 from whet.device.rng import get_host_rng, get_torch_rng, preserve_rng, set_host_rng, set_torch_rng
+from whet.step.compilation import num_graphs
 from whet.step.loss import MicroLoss, clamp_weight, parse_loss
 from whet.step.model_contexts import checkpoint_activations, find_blocks
 from whet.step.rollback import BufferSnapshot
@@ -425,12 +426,6 @@ def _nan_as_inf(value: float) -> float:
 
 # Prefix of the names of compiled graphs in the bytecode that torch.compile rewrites.
 _COMPILED_NAME_PREFIX = "__compiled_fn"
-
-
-def num_graphs() -> int:
-    """Return the number of graphs that torch.compile has produced in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def runs_compiled(function: Callable[[], object]) -> bool:

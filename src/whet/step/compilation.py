@@ -1,0 +1,234 @@
+"""Compiled calls of a model, its blocks and its loss function.
+
+The model stays the same object with the same names, weights and hooks, and uses compiled code only inside a context.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.base.errors import WhetError
+from whet.data.batch import MicroBatch, micro_batch_shapes
+from whet.device.abstract import AbstractDevice
+from whet.device.environment import configure_compile_cache
+from whet.device.rng import get_torch_rng, set_torch_rng
+from whet.plan.plan import Plan
+from whet.step.model_contexts import find_blocks, has_batch_statistics
+from whet.step.rollback import BufferSnapshot
+
+_DYNAMIC_LENGTHS = ("sorted", "packed", "packed_bucketed")
+"""Values of `lengths` that produce too many shapes to compile each one separately."""
+_COMPILER_MODULES = ("torch._dynamo", "torch._inductor")
+"""Modules whose errors mean that the compiler failed rather than the model."""
+_CPP_ERROR_WORDS = ("C++", "Cxx", "Cpp")
+"""Words in errors about a missing C++ compiler."""
+
+
+def compile_obstacle(model: nn.Module, plan: Plan) -> str | None:
+    """Return the reason why this model cannot be compiled under this plan; None if it can."""
+    if plan.activation_checkpointing == "on" and has_batch_statistics(model):
+        return (
+            "activation_checkpointing=on recomputes blocks with BatchNorm without updating their statistics twice, and "
+            "torch's compiler cannot do that"
+        )
+    return None
+
+
+def num_graphs() -> int:
+    """Return the number of graphs that torch.compile has produced in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+class CompiledCalls:
+    """Compiled calls of a model and its loss, or of the model's blocks, active inside `in_use`.
+
+    The modules remain the same objects.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        configure_compile_cache()
+        modules = find_blocks(model) if plan.compile == "blocks" else [model]
+        if not modules:
+            raise WhetError(
+                "this model has no blocks to compile",
+                got=type(model).__name__,
+                try_="an nn.ModuleList or nn.Sequential of blocks, or compile=on for the whole model",
+            )
+        # By default, torch compiles for the first length and then again for dynamic lengths. Start with dynamic
+        # lengths.
+        is_dynamic = True if plan.workload.lengths_vary and plan.lengths in _DYNAMIC_LENGTHS else None
+        self._calls = [
+            (module, module._compiled_call_impl, _compiled_call(module, is_dynamic, plan.attention))
+            for module in modules
+        ]
+        self._model = model
+        self.loss = CompiledLoss(model, is_dynamic, plan.attention) if plan.compile == "on" else None
+        self._cache_tag = "" if plan.attention == "torch" else f"attention={plan.attention}"
+
+    def leave_loss(
+        self, loss: Callable[[MicroBatch], Any], micro: MicroBatch, device: AbstractDevice, *, precision: str
+    ) -> None:
+        """Leave the loss function out if the model itself computes the loss. Call this before the first use."""
+        if self.loss is not None and computes_loss(self._model, loss, micro, device, precision=precision):
+            self.loss = None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Make the modules and the loss run their compiled code inside the `with` block."""
+        for module, _, call in self._calls:
+            module._compiled_call_impl = call
+        before_loss = _losses.get(id(self._model))
+        _losses[id(self._model)] = self.loss
+        try:
+            with self._separate_caches():
+                yield
+        finally:
+            _losses[id(self._model)] = before_loss
+            if before_loss is None:
+                del _losses[id(self._model)]
+            for module, before, _ in self._calls:
+                module._compiled_call_impl = before
+
+    def _separate_caches(self) -> AbstractContextManager[object]:
+        """Return a context whose compiled code is cached apart from that of other attention kernels.
+
+        Attention kernels are chosen while the model is traced, and torch's keys do not contain them (torch 2.13).
+        """
+        if not self._cache_tag:
+            return nullcontext()
+        config: Any = torch.compiler.config
+        separate: AbstractContextManager[object] = config.patch(cache_key_tag=config.cache_key_tag + self._cache_tag)
+        return separate
+
+
+_losses: dict[int, "CompiledLoss | None"] = {}
+"""The compiled losses in use, by the id of their model."""
+
+
+def compiled_loss(model: nn.Module) -> "CompiledLoss | None":
+    """Return the compiled loss that is in use for a model; None if its loss runs eagerly."""
+    return _losses.get(id(model))
+
+
+def computes_loss(
+    model: nn.Module, loss: Callable[[MicroBatch], Any], micro: MicroBatch, device: AbstractDevice, *, precision: str
+) -> bool:
+    """Return whether the loss is an output of the model, as in transformers.
+
+    Compiling the loss function with such a model gains nothing. This calls the loss once, and restores the buffers of
+    the model and the generator of the device.
+    """
+    outputs: list[Any] = []
+    buffers, rng = BufferSnapshot(model), get_torch_rng(device)
+    hook = model.register_forward_hook(lambda _model, _inputs, output: outputs.extend(_values(output)))
+    try:
+        with device.compute_context(), torch.no_grad(), device.autocast(precision):
+            returned = loss(micro.map_tensors(device.put))
+    finally:
+        hook.remove()
+        buffers.restore()
+        set_torch_rng(rng, device)
+    return any(value is output for value in _values(returned) for output in outputs)
+
+
+def _values(output: Any) -> list[Any]:
+    return list(output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output])
+
+
+class CompiledLoss:
+    """Calls a loss function as one piece of compiled code with the model that it calls.
+
+    The compiler then fuses the loss with the last layers, and keeps fewer activations for the backward pass. The loss
+    must be traceable as a whole, and for its shapes only once. Otherwise `obstacle` holds the reason, and only the
+    calls of the model are compiled.
+    """
+
+    def __init__(self, model: nn.Module, is_dynamic: bool | None, attention: str) -> None:
+        self.obstacle: str | None = None
+        self._call = _traced_call(model, is_dynamic, attention)
+        self._compiled_for: set[Hashable] = set()
+
+    def __call__(self, micro: MicroBatch, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function(*args)` for the data of a micro-batch."""
+        if self.obstacle is not None:
+            return function(*args)
+        num_before = num_graphs()
+        try:
+            returned = self._call(function, *args)
+        except Exception as error:
+            if not type(error).__module__.startswith(_COMPILER_MODULES):
+                raise
+            # Raises the user's own error, if that was the cause.
+            returned = function(*args)
+            self.obstacle = _compile_error_text(error)
+            return returned
+        if num_graphs() != num_before:
+            self._note_graph(micro)
+        return returned
+
+    def _note_graph(self, micro: MicroBatch) -> None:
+        """Give up if the loss was compiled again although all shapes are known: it depends on a Python value."""
+        key = torch.is_grad_enabled(), *micro_batch_shapes(micro)
+        if key in self._compiled_for:
+            self.obstacle = "it would be compiled in each step, because it depends on a value that changes"
+        self._compiled_for.add(key)
+
+
+_traced_calls: dict[tuple[int, bool | None, str], Callable[..., Any]] = {}
+
+
+def _traced_call(model: nn.Module, is_dynamic: bool | None, attention: str) -> Callable[..., Any]:
+    """Return a compiled function that calls its first argument with the others, the same one for the same model.
+
+    torch keeps compiled code, and counts how often it compiles, by code object. Each model and each choice of attention
+    kernels, which is no guard of compiled code (torch 2.13), therefore has its own.
+    """
+    key = id(model), is_dynamic, attention
+    if key not in _traced_calls:
+
+        def call(function: Callable[..., Any], *args: Any) -> Any:
+            return function(*args)
+
+        call.__code__ = call.__code__.replace(co_name=f"loss_{len(_traced_calls)}_{attention}")
+        _traced_calls[key] = torch.compile(call, fullgraph=True, dynamic=is_dynamic)
+        weakref.finalize(model, _traced_calls.pop, key, None)
+    return _traced_calls[key]
+
+
+def _compiled_call(module: nn.Module, is_dynamic: bool | None, attention: str) -> Any:
+    before = module._compiled_call_impl
+    if attention != "torch" or type(module).__module__.startswith("torch.nn.") or "forward" in module.__dict__:
+        # The compiler skips modules of torch.nn, such as nn.Sequential, and forward methods set on an instance, as in
+        # checkpointed blocks. A function around the call makes it trace them. It reads `attention`, because torch
+        # reuses code for other attention kernels otherwise: their choice is no guard (torch 2.13).
+        def call_module(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs) if attention else None
+
+        compiled: Any = torch.compile(call_module, dynamic=is_dynamic)
+    else:
+        module.compile(dynamic=is_dynamic)
+        compiled, module._compiled_call_impl = module._compiled_call_impl, before
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:
+            if not type(error).__module__.startswith(_COMPILER_MODULES):
+                raise
+            reason = _compile_error_text(error)
+            lacks_compiler = any(word in reason for word in _CPP_ERROR_WORDS)
+            hint = "; on a CPU compiling needs a C++ compiler (g++, Xcode's tools)" if lacks_compiler else ""
+            raise WhetError("the model could not be compiled", got=reason, try_=f"compile=off{hint}") from error
+
+    return call
+
+
+def _compile_error_text(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith("Set TORCH"))[:300]

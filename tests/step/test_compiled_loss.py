@@ -1,0 +1,189 @@
+"""The loss function is compiled with the model, where torch can trace both as one piece of code."""
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whet.data.batch import MicroBatch, TupleBatch
+from whet.device.cpu import CpuDevice
+from whet.machine.known import load_machine
+from whet.plan.plan import make_plan
+from whet.plan.workload import Workload
+from whet.step import compilation
+from whet.step.compilation import CompiledCalls
+from whet.step.loss import adapt_loss
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The code of all graphs that torch traces. They run uncompiled."""
+    traced: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+        traced.append(graph.code)
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    yield traced
+    torch.compiler.reset()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Scored(Net):
+    """A model that computes its own loss, as in transformers."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return {"loss": functional.cross_entropy(logits, y), "logits": logits}
+
+
+def compiled(model: nn.Module) -> CompiledCalls:
+    workload = Workload(recipe="any", num_parameters=72, global_batch_size=6)
+    return CompiledCalls(model, make_plan(load_machine("linux-2core"), workload, overrides={"compile": "on"}))
+
+
+def make_micro(num_samples: int = 6, *, first_index: int = 0) -> MicroBatch:
+    generator = torch.Generator().manual_seed(num_samples)
+    x = torch.randn(num_samples, 4, generator=generator)
+    y = torch.randint(0, 3, (num_samples,), generator=generator)
+    ids = torch.arange(num_samples).numpy()
+    return MicroBatch({"x": x, "y": y}, ids, first_index, make_data=TupleBatch.of)
+
+
+def backward(loss: Any, micro: MicroBatch, model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    value = loss(micro)
+    value.backward()
+    return [value.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+LOSSES: dict[str, Callable[[nn.Module], Any]] = {
+    "attributes": lambda model: lambda batch: functional.cross_entropy(model(batch.x), batch.y),
+    "pair": lambda model: lambda batch: functional.cross_entropy(model(batch[0]), batch[1]) * 2.0,
+    "criterion": lambda _model: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_model_and_loss_are_one_graph(name: str, graphs: list[str]) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    loss = adapt_loss(LOSSES[name](model), model)
+    expected = backward(loss, make_micro(), model)
+    calls = compiled(model)
+    with calls.in_use():
+        for _ in range(2):
+            actual = backward(loss, make_micro(), model)
+    assert len(graphs) == 1
+    assert "cross_entropy" in graphs[0]
+    assert "linear" in graphs[0]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+    assert calls.loss is not None
+    assert calls.loss.obstacle is None
+    backward(loss, make_micro(), model)
+    assert compilation.compiled_loss(model) is None, "outside of the context the loss is eager"
+
+
+def test_other_shapes_are_compiled_too(graphs: list[str]) -> None:
+    model = Net()
+    loss, calls = adapt_loss(LOSSES["attributes"](model), model), compiled(model)
+    with calls.in_use():
+        for size in (6, 4, 5, 3):
+            backward(loss, make_micro(size), model)
+    assert calls.loss is not None
+    assert calls.loss.obstacle is None
+    assert len(graphs) == 2, "one for the first shape, one for all others"
+
+
+def test_a_loss_that_cannot_be_traced_as_a_whole_leaves_the_model_compiled(graphs: list[str], capsys: Any) -> None:
+    torch.manual_seed(0)
+    model = Net()
+
+    def printing(batch: Any) -> Tensor:
+        outputs = model(batch.x)
+        print("computed")
+        return functional.cross_entropy(outputs, batch.y)
+
+    loss, calls = adapt_loss(printing, model), compiled(model)
+    expected = backward(loss, make_micro(), model)
+    with calls.in_use():
+        actual = [backward(loss, make_micro(), model) for _ in range(2)]
+    assert calls.loss is not None
+    assert calls.loss.obstacle is not None
+    assert len(graphs) == 1
+    assert "cross_entropy" not in graphs[0]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual[1], expected, strict=True))
+    assert capsys.readouterr().out == "computed\n" * 3, "tracing does not run the loss"
+
+
+def test_a_loss_with_a_changing_python_value_is_compiled_at_most_twice(graphs: list[str]) -> None:
+    model, losses = Net(), []
+
+    def counting(batch: Any) -> Tensor:
+        losses.append(0)
+        return functional.cross_entropy(model(batch.x), batch.y) * len(losses)
+
+    loss, calls = adapt_loss(counting, model), compiled(model)
+    with calls.in_use():
+        values = [float(backward(loss, make_micro(), model)[0]) for _ in range(5)]
+    assert calls.loss is not None
+    assert "value that changes" in (calls.loss.obstacle or "")
+    assert len(losses) == 5, "each step ran the loss once"
+    assert [value / values[0] for value in values] == pytest.approx([1, 2, 3, 4, 5])
+    assert sum("cross_entropy" in graph for graph in graphs) == 2
+
+
+def test_an_error_of_the_loss_is_raised_as_without_compiling(graphs: list[str]) -> None:
+    model = Net()
+    loss = adapt_loss(lambda batch: functional.cross_entropy(model(batch.x).T, batch.y), model)
+    with compiled(model).in_use(), pytest.raises((ValueError, RuntimeError), match="batch_size") as caught:
+        loss(make_micro())
+    assert not type(caught.value).__module__.startswith("torch._dynamo")
+    assert graphs
+
+
+def test_a_model_that_computes_its_loss_is_compiled_alone(graphs: list[str]) -> None:
+    model = Scored()
+    device = CpuDevice()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own = adapt_loss(lambda batch: model(batch.x, batch.y)["loss"], model)
+    outside = adapt_loss(lambda batch: functional.cross_entropy(model(batch.x, batch.y)["logits"], batch.y), model)
+    calls, others = compiled(model), compiled(model)
+    rng = torch.get_rng_state()
+    calls.leave_loss(own, make_micro(), device, precision="fp32")
+    others.leave_loss(outside, make_micro(), device, precision="fp32")
+    assert calls.loss is None
+    assert others.loss is not None
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert graphs == []
+
+
+def test_compiled_code_does_not_outlive_its_model(graphs: list[str]) -> None:
+    model = Net()
+    loss, calls = adapt_loss(LOSSES["attributes"](model), model), compiled(model)
+    with calls.in_use():
+        backward(loss, make_micro(), model)
+    assert len(graphs) == 1
+    number = id(model)
+    assert number in {key[0] for key in compilation._traced_calls}
+    del model, loss, calls
+    gc.collect()
+    assert number not in {key[0] for key in compilation._traced_calls}
