@@ -213,10 +213,14 @@ class BatchSplitter:
     def micro_batches(
         self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, length_mode: LengthMode
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the selected rows. `ids` are their sample ids."""
+        """Return the micro-batches of the selected rows. `ids` are their sample ids."""
         if len(rows) <= micro_batch and not self._lengths:
-            yield self._whole(rows, ids)
-            return
+            return iter((self._whole(rows, ids),))
+        return self._split(rows, ids, micro_batch=micro_batch, length_mode=length_mode)
+
+    def _split(
+        self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, length_mode: LengthMode
+    ) -> Iterator[MicroBatch]:
         # With "packed_bucketed", all pieces share one total, which must be known before the first piece.
         pieces = list(self._pieces(rows, micro_batch=micro_batch, length_mode=length_mode))
         totals = (
@@ -241,7 +245,10 @@ class BatchSplitter:
     def _whole(self, rows: np.ndarray, ids: np.ndarray) -> MicroBatch:
         """Return all rows as one micro-batch. This is the fast path for small steps with columns of one shape."""
         selected = self._send(torch.from_numpy(rows))
-        fields = {name: self._select(name, rows, selected, "fixed") for name in self._columns}
+        fields: dict[str, Field] = {}
+        for name, column in self._columns.items():
+            assert isinstance(column, Tensor)
+            fields[name] = _rows_of(column, selected)
         return MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device, make_data=self._make_data)
 
     def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
@@ -257,8 +264,7 @@ class BatchSplitter:
     def _select(self, name: str, rows: np.ndarray, selected: Tensor, length_mode: LengthMode) -> Field:
         column = self._columns[name]
         if isinstance(column, Tensor):
-            # On the CPU, index_select is twice as fast as indexing.
-            return column.index_select(0, selected) if column.is_cpu else column[selected]
+            return _rows_of(column, selected)
         lengths = self._lengths[name][rows]
         if length_mode == "packed":
             return column.packed(selected, max_length=int(lengths.max()), total=int(lengths.sum()))
@@ -282,6 +288,11 @@ class BatchSplitter:
         assert isinstance(field, Packed)
         assert isinstance(column, Ragged)
         return column.filled(field, total=total, num_fillers=packing.num_fillers(len(field.values), total=total))
+
+
+def _rows_of(column: Tensor, selected: Tensor) -> Tensor:
+    # On the CPU, index_select is twice as fast as indexing.
+    return column.index_select(0, selected) if column.is_cpu else column[selected]
 
 
 def split_samples(
