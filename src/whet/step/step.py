@@ -213,9 +213,11 @@ class Stepper:
         for loaded_micro, is_last in (
             zip(micro_batches, repeat(True)) if strategy.is_single_process else mark_last(micro_batches)
         ):
-            loaded = mark()
-            micro = loaded_micro if loaded_micro.is_on_device else loaded_micro.map_tensors(self.device.put)
-            moved = mark()
+            moved = loaded = mark()
+            micro = loaded_micro
+            if not micro.is_on_device:
+                micro = micro.map_tensors(self.device.put)
+                moved = mark()
             # With several ranks, the total weight is not known yet.
             is_whole = len(micro.ids) == num_samples and strategy.is_single_process
             with strategy.micro_batch_context(is_last=is_last):
