@@ -200,7 +200,7 @@ class TensorSource(AbstractSource):
         self._fingerprint = _hash_columns(columns, len(next(iter(columns.values()))))
         if is_resident:
             columns = {name: map_field(name, column, device.put) for name, column in columns.items()}
-        send = device.put_async if is_resident else lambda rows: rows
+        send = device.put_async if is_resident and not device.is_cpu else lambda rows: rows
         self._splitter = BatchSplitter(columns, send=send, is_on_device=is_resident, make_data=make_data)
         self._columns, self._make_data = columns, make_data
 
@@ -368,7 +368,7 @@ class RankOrder(SampleOrder):
     def batches(self, position: Position) -> Iterator[PlannedBatch]:
         for planned in self._order.batches(position):
             mine = self.share.of(len(planned.ids)).indices
-            yield replace(planned, ids=planned.ids[mine], keys=planned.keys[mine], all_ids=planned.ids)
+            yield planned._replace(ids=planned.ids[mine], keys=planned.keys[mine], all_ids=planned.ids)
 
     def state(self, epoch: int) -> dict[str, Any]:
         return self._order.state(epoch)

@@ -154,7 +154,7 @@ class MicroBatch:
 
 def micro_batch_shapes(micro: MicroBatch) -> Shapes:
     """Return the shapes of all fields. A new combination of shapes may cause a compilation on the device."""
-    return tuple(tuple(f.shape if isinstance(f, Tensor) else f.values.shape) for f in micro.fields.values())
+    return tuple([tuple(f.shape if isinstance(f, Tensor) else f.values.shape) for f in micro.fields.values()])
 
 
 # --- samples of different lengths ------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ not change between versions. `data/samplers.py` contains the orders of users' sa
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -35,8 +34,7 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True
     return np.argsort(keys, kind="stable")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedBatch:
+class PlannedBatch(NamedTuple):
     """The samples of one global batch, before they are read."""
 
     ids: np.ndarray
@@ -168,7 +166,8 @@ def divide_at(
         is_last = number == len(ends) - 1
         after = Position(epoch=position.epoch + 1) if is_last else Position(epoch=position.epoch, samples=end)
         ids = order[start:end]
-        yield PlannedBatch(ids=ids, keys=keys[start:end], after=after, is_last=is_last, all_ids=ids)
+        own_keys = ids if keys is order else keys[start:end]
+        yield PlannedBatch(ids=ids, keys=own_keys, after=after, is_last=is_last, all_ids=ids)
         start = end
 
 

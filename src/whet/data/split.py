@@ -213,10 +213,22 @@ class BatchSplitter:
     def micro_batches(
         self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, length_mode: LengthMode
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the selected rows. `ids` are their sample ids."""
+        """Return the micro-batches of the selected rows. `ids` are their sample ids."""
         if len(rows) <= micro_batch and not self._lengths:
-            yield self._whole(rows, ids)
-            return
+            # The fast path for small steps with columns of one shape.
+            selected = self._send(torch.from_numpy(rows))
+            fields: dict[str, Field] = {}
+            for name, column in self._columns.items():
+                assert isinstance(column, Tensor)
+                # On the CPU, index_select is twice as fast as indexing.
+                fields[name] = column.index_select(0, selected) if column.is_cpu else column[selected]
+            whole = MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device, make_data=self._make_data)
+            return iter((whole,))
+        return self._split(rows, ids, micro_batch=micro_batch, length_mode=length_mode)
+
+    def _split(
+        self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, length_mode: LengthMode
+    ) -> Iterator[MicroBatch]:
         # With "packed_bucketed", all pieces share one total, which must be known before the first piece.
         pieces = list(self._pieces(rows, micro_batch=micro_batch, length_mode=length_mode))
         totals = (
@@ -238,12 +250,6 @@ class BatchSplitter:
                 make_data=self._make_data,
             )
 
-    def _whole(self, rows: np.ndarray, ids: np.ndarray) -> MicroBatch:
-        """Return all rows as one micro-batch. This is the fast path for small steps with columns of one shape."""
-        selected = self._send(torch.from_numpy(rows))
-        fields = {name: self._select(name, rows, selected, "fixed") for name in self._columns}
-        return MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device, make_data=self._make_data)
-
     def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
         """Return the lengths of these samples, summed over the columns, or None if all samples have the same shape."""
         return np.sum([lengths[rows] for lengths in self._lengths.values()], axis=0) if self._lengths else None
@@ -257,7 +263,6 @@ class BatchSplitter:
     def _select(self, name: str, rows: np.ndarray, selected: Tensor, length_mode: LengthMode) -> Field:
         column = self._columns[name]
         if isinstance(column, Tensor):
-            # On the CPU, index_select is twice as fast as indexing.
             return column.index_select(0, selected) if column.is_cpu else column[selected]
         lengths = self._lengths[name][rows]
         if length_mode == "packed":

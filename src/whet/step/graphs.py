@@ -34,7 +34,7 @@ from whet.step.graph_safety import (
 from whet.step.loss import MicroLoss, clamp_weight, parse_loss
 from whet.step.rollback import BufferSnapshot
 from whet.step.static_inputs import StaticInputs, signature
-from whet.step.step import Outcome, Stepper, WrongReplayError
+from whet.step.step import Outcome, Stepper, WrongReplayError, frozen
 
 MAX_CAPTURED_SHAPES = 16
 """Maximum number of captured shapes; other shapes run eagerly. Each capture uses memory for its inputs and its graph.
@@ -141,7 +141,7 @@ class GraphedStepper(Stepper):
         self._set_ema_share(step)
         if is_checked or self.graph_obstacle is not None:
             return super().__call__(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
-        with self.device.compute_context(is_step=True), self._freeze_others():
+        with self.device.compute_context(is_step=True), frozen(self._other_parameters):
             return self._replay_or_run(loss, micro_batches, num_samples=num_samples, step=step)
 
     def release_graphs(self, reason: str) -> None:
@@ -316,12 +316,18 @@ class GraphedStepper(Stepper):
             # its memory, so they are captured again afterward.
             self._captured.clear()
             self._graphs.forget()
-        run = self._step if self._captures_update else self._compute
         gradients: list[Tensor | None] | None = None
         try:
             with self._groups.rates_on_device():
                 replay, outcome = self._graphs.capture(
-                    lambda: run(loss, inputs.micro_batches, num_samples=num_samples, step=0, mark=lambda: None)
+                    lambda: self._step(
+                        loss,
+                        inputs.micro_batches,
+                        num_samples=num_samples,
+                        step=0,
+                        has_update=self._captures_update,
+                        mark=lambda: None,
+                    )
                 )
             problem = before.change()
             if not self._captures_update:

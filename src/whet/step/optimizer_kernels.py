@@ -49,7 +49,8 @@ def update(optimizer: Optimizer) -> None:
         getattr(step, "__code__", None) is _HOOKED_STEP
         # Schedulers of torch replace the method of the object.
         and "step" not in vars(optimizer)
-        and not has_step_hooks(optimizer)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
         and not _global_optimizer_pre_hooks
         and _global_optimizer_post_hooks.keys() <= _watch_ids
         and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]

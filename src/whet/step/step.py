@@ -6,7 +6,7 @@ exception is a checked step, which verifies the loss and the gradient before the
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
 from whet.data.batch import MicroBatch
-from whet.device.abstract import AbstractDevice, Mark
+from whet.device.abstract import HALF_TYPES, AbstractDevice, Mark
 from whet.distributed.strategies import ParallelStrategy
 from whet.step.ema import Ema
 from whet.step.loss import MicroLoss, clamp_weight, loss_scalars, parse_loss
@@ -121,8 +121,11 @@ class Stepper:
         lists = [group["params"] for group in self.optimizer.param_groups]
         if len(lists) != len(self._lists) or not all(map(operator.is_, lists, self._lists)):
             self._follow_groups()
-        with self.device.compute_context(is_step=True), self._freeze_others():
-            return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
+        with self.device.compute_context(is_step=True):
+            if not self._other_parameters:
+                return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
+            with frozen(self._other_parameters):
+                return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
 
     def _follow_groups(self) -> None:
         """Read the optimizer's parameters again: a resume or the user (weight_norm) may have replaced them."""
@@ -133,10 +136,6 @@ class Stepper:
         parameters = [p for params in self._lists for p in params]
         self._parameters = sorted(parameters, key=lambda p: positions.get(p, len(positions)))
 
-    def _freeze_others(self) -> AbstractContextManager[object]:
-        """Return a context manager that sets requires_grad=False on the parameters of other optimizers."""
-        return _frozen(self._other_parameters) if self._other_parameters else _NOTHING
-
     def _step(
         self,
         loss: MicroLoss,
@@ -145,28 +144,11 @@ class Stepper:
         num_samples: int,
         step: int,
         is_checked: bool = False,
+        has_update: bool = True,
         mark: Callable[[], Mark] | None = None,
     ) -> Outcome:
+        """Run a step. Without `has_update`, only compute the loss and the clipped gradients."""
         mark = mark or self.device.mark
-        computed = self._compute(loss, micro_batches, num_samples=num_samples, step=step, mark=mark)
-        # 5. Check the loss before any weight changes. This waits for the device, so only some steps are checked.
-        if is_checked:
-            self._check_finite(computed.loss)
-        # 6. Update. If a step fails from here on, only a checkpoint can restore the weights.
-        self._update(step)
-        marks = (*computed.marks, ("optimizer", computed.marks[-1][2], mark()))
-        return Outcome(loss=computed.loss, grad_norm=computed.grad_norm, marks=marks, scalars=computed.scalars)
-
-    def _compute(
-        self,
-        loss: MicroLoss,
-        micro_batches: Iterable[MicroBatch],
-        *,
-        num_samples: int,
-        step: int,
-        mark: Callable[[], Mark],
-    ) -> Outcome:
-        """Compute the loss and the clipped gradients of a global batch."""
         self.zero_grad()
         # 1. Accumulate the gradients of all micro-batches in .grad.
         scalars: dict[str, Tensor] = {}
@@ -174,7 +156,8 @@ class Stepper:
             loss, micro_batches, num_samples=num_samples, mark=mark, scalars=scalars
         )
         # 2. Sum loss and weight over all ranks. The last backward pass has already summed the gradients.
-        loss_sum, weight_sum = self.strategy.totals(loss_sum, weight_sum)
+        if not self.strategy.is_single_process:
+            loss_sum, weight_sum = self.strategy.totals(loss_sum, weight_sum)
         if not self._has_gradients:
             self._check_has_gradients(step)
         # 3. Undo the loss scaling before the gradients are read.
@@ -187,6 +170,13 @@ class Stepper:
             loss_sum = loss_sum * correction
         # 4. Clip, or compute the norm every NORM_EVERY steps.
         grad_norm = self._clip_gradients(step)
+        # 5. Check the loss before any weight changes. This waits for the device, so only some steps are checked.
+        if is_checked:
+            self._check_finite(loss_sum)
+        # 6. Update. If a step fails from here on, only a checkpoint can restore the weights.
+        if has_update:
+            self._update(step)
+            marks.append(("optimizer", marks[-1][2], mark()))
         return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks), scalars=scalars)
 
     def _update(self, step: int) -> None:
@@ -223,15 +213,20 @@ class Stepper:
         for loaded_micro, is_last in (
             zip(micro_batches, repeat(True)) if strategy.is_single_process else mark_last(micro_batches)
         ):
-            loaded = mark()
-            micro = loaded_micro if loaded_micro.is_on_device else loaded_micro.map_tensors(self.device.put)
-            moved = mark()
+            moved = loaded = mark()
+            micro = loaded_micro
+            if not micro.is_on_device:
+                micro = micro.map_tensors(self.device.put)
+                moved = mark()
             # With several ranks, the total weight is not known yet.
-            is_whole = len(micro) == num_samples and strategy.is_single_process
+            is_whole = len(micro.ids) == num_samples and strategy.is_single_process
             with strategy.micro_batch_context(is_last=is_last):
-                with self.device.autocast(self._precision):
+                if self._precision in HALF_TYPES:
+                    with self.device.autocast(self._precision):
+                        returned = strategy.call(loss, micro)
+                else:
                     returned = strategy.call(loss, micro)
-                    total, weight = parse_loss(returned)
+                total, weight = parse_loss(returned)
                 if weight is None:
                     # A mean over the micro-batch, weighted by its share of the global batch.
                     part = total if is_whole else total * (micro.is_counted * len(micro) / num_samples)
@@ -245,7 +240,7 @@ class Stepper:
                 scaled = self.scaler.scale(part) if self._scales_loss else part
                 scaled.backward(strategy.seed(scaled))
             loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
-            if strategy.is_single_process:
+            if strategy.is_single_process and not isinstance(returned, Tensor):
                 _add_scalars(scalars, returned, share=len(micro) / num_samples)
             done = mark()
             marks += [
@@ -361,7 +356,7 @@ class Stepper:
 
 
 @contextmanager
-def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Set requires_grad=False on these parameters inside the `with` block.
 
     backward(inputs=...) is no alternative: it would lose gradients with reentrant checkpointing.
@@ -374,9 +369,6 @@ def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in changed:
             parameter.requires_grad_(True)
-
-
-_NOTHING = nullcontext()
 
 
 def _add_scalars(scalars: dict[str, Tensor], returned: Any, *, share: float) -> None:
@@ -409,12 +401,17 @@ def can_clip_foreach(parameters: Sequence[Tensor]) -> bool:
     return are_plain and are_alike and first.device.type in _FOREACH_DEVICES
 
 
-@torch.no_grad()
 def clip_foreach(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     """Clip gradients with bitwise the same result as clip_grad_norm_, but without regrouping them in every step."""
     gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
     if not gradients:
         return torch.tensor(0.0)
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
-    torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    is_recording = torch.is_grad_enabled()
+    # The decorator torch.no_grad makes nine calls of Python code.
+    torch.set_grad_enabled(False)
+    try:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    finally:
+        torch.set_grad_enabled(is_recording)
     return norm

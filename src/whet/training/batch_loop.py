@@ -16,6 +16,7 @@ from whet.device.abstract import DeviceMonitor
 from whet.device.errors import is_gpu_failure, is_out_of_memory
 from whet.step.loss import BatchLoss
 from whet.step.rollback import release_traceback
+from whet.step.step import Outcome
 from whet.training import checks
 from whet.training.batch_steps import MANUAL, BatchSteps
 from whet.training.callback import SAVE_WHEN_IDLE, Action
@@ -27,7 +28,6 @@ from whet.training.run_context import RunContext
 from whet.training.state_check import check_first_step, state_is_unchecked
 from whet.training.tune import tune_first_step
 
-_NOTHING = contextlib.nullcontext()
 _ALL_DONE = "all steps of this session are done"
 MAX_ROLLBACKS = 40
 """Maximum number of rollbacks in one session, by the NaN guard and callbacks together.
@@ -198,17 +198,11 @@ class BatchLoop:
             raise checks.eval_mode_error(number)
         run.rng.enter_step()
         try:
-            with self._working(number):
-                run.executor.prepare(loss, batch, number=number, optimizer=name)
-                if number % every:
-                    self.steps.skip(name)
-                    outcome = None
-                else:
-                    state.lr = run.rates.set_for(number)
-                    # Set this after the checks: their errors leave the weights unchanged, so the final save is still
-                    # allowed.
-                    self._is_in_step = True
-                    outcome = run.executor.step(loss, batch, number=number, optimizer=name)
+            if run.group.is_single_process:
+                outcome = self._step_optimizer(loss, batch, name, number=number, every=every)
+            else:
+                with self._working(number):
+                    outcome = self._step_optimizer(loss, batch, name, number=number, every=every)
         except RollbackRequiredError as error:
             self._roll_back(str(error))
             self._is_in_step = False
@@ -217,18 +211,34 @@ class BatchLoop:
             run.rng.leave_step()
         self._is_in_step = False
         if outcome is None:
-            self._finish_if_complete()
-            return
-        if not loss.is_observed:
-            loss.is_observed = True
-            run.warn_changed_code(run.sources.observe_loss(loss.function))
-        run.has_users_gradients = False
-        self.steps.add(name, outcome)
-        self._finish_if_complete()
+            self.steps.skip(name)
+        else:
+            if not loss.is_observed:
+                loss.is_observed = True
+                if changes := run.sources.observe_loss(loss.function):
+                    run.warn_changed_code(changes)
+            run.has_users_gradients = False
+            self.steps.add(name, outcome)
+        # The batch is complete once every optimizer has had its turn.
+        if len(run.steppers) == 1 or self.steps.has_visited(run.steppers.keys()):
+            self.finish_batch()
+
+    def _step_optimizer(
+        self, loss: BatchLoss, batch: GlobalBatch, optimizer: str, *, number: int, every: int
+    ) -> Outcome | None:
+        """Run step `number` of an optimizer; return None if it does not step on this batch."""
+        run = self.run
+        run.executor.prepare(loss, batch, number=number, optimizer=optimizer)
+        if number % every:
+            return None
+        self.state.lr = run.rates.set_for(number)
+        # Set this after the checks: their errors leave the weights unchanged, so the final save is still allowed.
+        self._is_in_step = True
+        return run.executor.step(loss, batch, number=number, optimizer=optimizer)
 
     def _checked_name(self, optimizer: str | None, every: int) -> str:
         """Return the name of the optimizer to step. Raise UsageError if it is unknown or cannot step here."""
-        is_plain = type(every) is int and isinstance(optimizer, str | None)
+        is_plain = type(every) is int and (optimizer is None or isinstance(optimizer, str))
         known = self._names.get((optimizer, every)) if is_plain else None
         if known is None:
             known = checks.optimizer_name(self.run.config.optimizers, optimizer, every)
@@ -238,13 +248,7 @@ class BatchLoop:
 
     def _working(self, step: int) -> contextlib.AbstractContextManager[object]:
         """Return a context in which the stall detector expects progress. A single process waits for nobody."""
-        group = self.run.group
-        return _NOTHING if group.is_single_process else group.stall_detector.working(f"step {step:,}")
-
-    def _finish_if_complete(self) -> None:
-        """Count the batch as complete once every optimizer has had its turn."""
-        if len(self.run.steppers) == 1 or self.steps.has_visited(self.run.steppers.keys()):
-            self.finish_batch()
+        return self.run.group.stall_detector.working(f"step {step:,}")
 
     @contextlib.contextmanager
     def manual(self, batch: GlobalBatch) -> Iterator[Any]:
@@ -311,15 +315,23 @@ class BatchLoop:
                 self._roll_back(f"memory ran out while the state was checked: {problem}")
                 return
         state.advance(steps.batch)
-        run.rates.after_step(is_last_of_epoch=steps.batch.is_last_of_epoch, stepped=steps.names)
-        # Callbacks may read the losses of earlier steps and so wait for the device; let the stall detector cover them
-        # too.
-        with self._working(state.step):
-            action = run.callbacks.after_step(state, outcome)
-            if action is not Action.NONE:
-                run.pending |= action
-            if not outcome.is_skipped and self._may_have_events:
-                self.log_pending_events()
+        if run.rates.advances:
+            run.rates.after_step(is_last_of_epoch=steps.batch.is_last_of_epoch, stepped=steps.names)
+        if run.group.is_single_process:
+            self._call_after_step(outcome)
+        else:
+            # Callbacks may read the losses of earlier steps and so wait for the device; let the stall detector cover
+            # them too.
+            with self._working(state.step):
+                self._call_after_step(outcome)
+
+    def _call_after_step(self, outcome: Outcome) -> None:
+        run = self.run
+        action = run.callbacks.after_step(self.state, outcome)
+        if action is not Action.NONE:
+            run.pending |= action
+        if self._may_have_events and not outcome.is_skipped:
+            self.log_pending_events()
 
     # --- saving and rolling back -------------------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ class BatchSteps:
         self.batch: GlobalBatch | None = None
         self.is_rolled_back = False
         """Whether a step on this batch has caused a rollback. The batch will be repeated."""
+        self.is_pending = False
+        """Whether the batch has steps that are not yet counted as a step of the run."""
         self._outcomes: dict[str, Outcome] = {}
         self._visited: set[str] = set()
         """Optimizers that have stepped on this batch or do not step on it."""
@@ -33,11 +35,6 @@ class BatchSteps:
         """The optimizers that stepped; None after a manual step, in which any of them may have stepped."""
         return None if MANUAL in self._outcomes else tuple(self._outcomes)
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether the batch has steps that are not yet counted as a step of the run."""
-        return bool(self._visited) and not self._is_finished
-
     def has_visited(self, names: Collection[str]) -> bool:
         """Return whether all of these optimizers have stepped on the batch or skipped it."""
         return self._visited.issuperset(names)
@@ -45,7 +42,7 @@ class BatchSteps:
     def begin(self, batch: GlobalBatch) -> None:
         """Reset the record for a new batch."""
         self.batch, self._outcomes, self._visited = batch, {}, set()
-        self.is_rolled_back = self._is_finished = False
+        self.is_rolled_back = self.is_pending = self._is_finished = False
         self._loss = None
 
     def check(self, batch: GlobalBatch, name: str) -> None:
@@ -63,6 +60,7 @@ class BatchSteps:
         """Record the outcome of an optimizer's step."""
         self._outcomes[name] = outcome
         self._visited.add(name)
+        self.is_pending = not self._is_finished
 
     def add_manual(self) -> None:
         """Record a step performed by the user's own code."""
@@ -73,6 +71,7 @@ class BatchSteps:
     def skip(self, name: str) -> None:
         """Record that an optimizer does not step on this batch."""
         self._visited.add(name)
+        self.is_pending = not self._is_finished
 
     def log_loss(self, loss: Tensor) -> None:
         """Record the loss of a manual step."""
@@ -82,12 +81,13 @@ class BatchSteps:
         """Discard the recorded steps of the batch after a rollback."""
         self._outcomes, self._visited = {}, set()
         self.is_rolled_back = self._is_finished = True
+        self.is_pending = False
 
     def finish(self) -> Outcome | None:
         """Combine the outcomes of all steps into one and return it; None without steps, or on a second call."""
         if not self.is_pending:
             return None
-        self._is_finished = True
+        self._is_finished, self.is_pending = True, False
         outcomes = self._outcomes
         if len(outcomes) == 1 and outcomes.keys() <= {"", MANUAL}:
             return next(iter(outcomes.values()))

@@ -145,7 +145,7 @@ class Executor:
                 outcome = stepper(
                     loss,
                     self.splitting.micro_batches(batch),
-                    num_samples=len(batch),
+                    num_samples=len(batch.ids),
                     step=number,
                     is_checked=is_checked,
                 )
@@ -181,8 +181,10 @@ class Executor:
                 raise RollbackRequiredError(f"the GPU ran out of memory at step {number:,} or before: {problem}")
             if not is_undone:
                 raise RollbackRequiredError(f"step {number:,} ran out of memory while it changed the weights")
-        self.splitting.log_decision()
-        self._log_graph_refusal(stepper, number)
+        if self.splitting.unlogged is not None:
+            self.splitting.log_decision()
+        if stepper.graph_obstacle is not None or stepper.is_launch_bound:
+            self._log_graph_refusal(stepper, number)
         if stepper.kernel_obstacle is not None:
             # Switch all optimizers: the plan, which a resume follows, has a single setting for them.
             self.use_own_kernels(stepper.kernel_obstacle)
@@ -289,7 +291,8 @@ class Executor:
         if is_first:
             with preserve_loss_modules(loss, self._run.model):
                 self._prepare(loss, batch, number=number)
-        self.splitting.check_step(loss, batch, number=number, optimizer=optimizer, is_first=is_first)
+        if self.splitting.is_split(batch):
+            self.splitting.check_step(loss, batch, number=number, optimizer=optimizer, is_first=is_first)
 
     def _prepare(self, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
         """Measure the memory per sample, verify the model, then compile it."""

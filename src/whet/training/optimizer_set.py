@@ -130,6 +130,8 @@ def check_schedules(training: TrainingConfig, optimizers: OptimizerSet) -> None:
 class RatesByName(LearningRates):
     """The learning rate schedules of several optimizers, by name."""
 
+    advances = True
+
     def __init__(self, rates: Mapping[str, LearningRates]) -> None:
         self._rates = dict(rates)
 

@@ -64,7 +64,7 @@ class State:
         """Count one optimizer step."""
         self.step += 1
         self.position = batch.after
-        self.samples += len(batch)
+        self.samples += len(batch.ids)
         self.batch = batch
 
     def record_score(self, score: float) -> bool:

@@ -98,10 +98,14 @@ class LearningRates:
     It also keeps the hyperparameters with which the run was started; a resume compares them with those it is given.
     """
 
+    advances = False
+    """Whether `after_step` has an effect. A function of the step has nothing to advance."""
+
     def __init__(self, optimizer: Optimizer, schedule: LearningRateSchedule, base: list[float]) -> None:
         self._optimizer = optimizer
         self._schedule = schedule
         self._last_set: list[float] = []
+        self._last_factor = 1.0
         self._given = {"groups": _compared_values(optimizer, base), "schedule": self._describe_schedule()}
         # Hyperparameters that differ from what the last session left were changed by the user.
         self._is_left = _left_by_session.get(optimizer) == self._given
@@ -117,24 +121,26 @@ class LearningRates:
 
     def set_for(self, step: int) -> float:
         """Set the rates for a step and return that of the first group. Raise if other code has changed the rates."""
-        base, before = self._base, self._last_set
-        check_parameter_groups(self._optimizer, base)
-        rates = [group["lr"] for group in self._optimizer.param_groups]
+        groups, before = self._optimizer.param_groups, self._last_set
+        if len(groups) != len(self._base):
+            check_parameter_groups(self._optimizer, self._base)
+        factor = self._schedule.factor(step)
         # Tensor rates belong to optimizers that whet built. Reading them would wait for the device.
-        if before and not isinstance(rates[0], torch.Tensor) and rates != before:
-            raise UsageError(
-                "the learning rate was changed outside the session",
-                got=f"{rates}; whet had set {before}",
-                try_="schedule=scheduler: whet then steps your scheduler, and your code does not",
-            )
-        self._last_set = set_learning_rate(self._optimizer, self._schedule.factor(step), base)
+        if before and not isinstance(groups[0]["lr"], torch.Tensor):
+            rates = [group["lr"] for group in groups]
+            if rates != before:
+                raise UsageError(
+                    "the learning rate was changed outside the session",
+                    got=f"{rates}; whet had set {before}",
+                    try_="schedule=scheduler: whet then steps your scheduler, and your code does not",
+                )
+            if factor == self._last_factor:
+                return before[0]
+        self._last_set, self._last_factor = set_learning_rate(self._optimizer, factor, self._base), factor
         return self._last_set[0]
 
     def after_step(self, *, is_last_of_epoch: bool, stepped: Iterable[str] | None = None) -> None:
-        """Advance the schedule after a batch. `stepped` names the optimizers that took a step; None means all.
-
-        A function of the step has nothing to advance.
-        """
+        """Advance the schedule after a batch. `stepped` names the optimizers that took a step; None means all."""
 
     def observe(self, score: float) -> None:
         """Record the score of an evaluation, where higher is better."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Literal, Never, Self
 
 from torch import Tensor, nn
@@ -401,13 +401,18 @@ class Session:
         return self.run
 
     def _adapted(self, loss: LossFunction) -> BatchLoss:
-        # Most loops pass the same functions in every step, so inspect their signatures only once.
-        known = self._losses.get(id(loss))
+        # Most loops pass the same functions in every step, or define them anew from the same code, so inspect their
+        # signatures only once. A decorated function may have the signature of another one, and has attributes.
+        is_plain = type(loss) is FunctionType and not loss.__dict__
+        key = id(loss.__code__) if is_plain else id(loss)
+        known = self._losses.get(key)
         if known is None:
             if len(self._losses) >= _MAX_LOSSES:
                 self._losses.clear()
-            # The stored object keeps a reference to the function, so its id is not reused.
-            known = self._losses[id(loss)] = adapt_loss(loss, self.model)
+            # The stored object keeps a reference to the function, so its id and that of its code are not reused.
+            known = self._losses[key] = adapt_loss(loss, self.model)
+        elif known.function is not loss:
+            known.function, known.is_observed = loss, False
         return known
 
     def _log(self, values: Mapping[str, Any], **fields: Any) -> None:

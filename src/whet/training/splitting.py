@@ -42,14 +42,14 @@ class BatchSplitting:
         self._sizes: _BatchSizes | None = None
         self._split_steps: dict[tuple[str, Hashable], int] = {}
         """Number of split steps per optimizer and loss, for those that have been checked."""
-        self._unlogged: tuple[int, str] | None = None
+        self.unlogged: tuple[int, str] | None = None
         """The step and the reason of the last decision not to split, until a step has succeeded; None otherwise."""
 
     def micro_batches(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
         """Yield the micro-batches into which the plan splits a global batch."""
         sizes = self._batch_sizes()
         # A sampler may yield batches that are larger than the global batch size.
-        size = max(sizes.micro_batch, len(batch)) if sizes.is_whole else sizes.micro_batch
+        size = max(sizes.micro_batch, len(batch.ids)) if sizes.is_whole else sizes.micro_batch
         for micro in self._run.source.micro_batches(batch, micro_batch=size, length_mode=sizes.length_mode):
             self.count_shapes(micro)
             yield micro
@@ -81,13 +81,14 @@ class BatchSplitting:
 
     def check(self, loss: MicroLoss, batch: GlobalBatch) -> None:
         """Switch to a plan with whole batches if the current one splits them and this loss does not allow that."""
-        if self._is_split(batch) and (reason := self.obstacle(loss, batch)) is not None:
+        if self.is_split(batch) and (reason := self.obstacle(loss, batch)) is not None:
             self.keep_whole(reason)
 
-    def _is_split(self, batch: GlobalBatch) -> bool:
+    def is_split(self, batch: GlobalBatch) -> bool:
+        """Return whether the plan splits this batch or a later one, or several ranks share it."""
         sizes = self._batch_sizes()
         # The size of this batch is not enough: a sampler may yield larger ones later.
-        largest = max(len(batch), sizes.global_batch)
+        largest = max(len(batch.ids), sizes.global_batch)
         return sizes.micro_batch < largest or not self._run.group.is_single_process
 
     def _check_again(self, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
@@ -161,22 +162,20 @@ class BatchSplitting:
             raise UsageError(f"micro_batch={micro} would change what is trained", got=reason, try_=hint)
         if plan.workload.split_obstacle != reason:
             run.plan_again(split_obstacle=reason)
-            self._unlogged = run.state.step, reason
+            self.unlogged = run.state.step, reason
 
     def log_decision(self) -> None:
         """Log why batches are not split.
 
         Call this after a successful step: the whole batch may fail in the same way.
         """
-        if self._unlogged is not None:
-            step, reason = self._unlogged
-            self._unlogged = None
+        if self.unlogged is not None:
+            step, reason = self.unlogged
+            self.unlogged = None
             self._run.log.event("plan", step=step, message=f"the batch is not split: {reason}")
 
     def check_step(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str, is_first: bool) -> None:
         """Check the loss before the first split step of each optimizer and loss, and occasionally afterward."""
-        if not self._is_split(batch):
-            return
         key = optimizer, loss_code(loss)
         if not is_first and key not in self._split_steps:
             self.check(loss, batch)

@@ -31,6 +31,8 @@ _PER_STEP = (OneCycleLR, CyclicLR)
 class TorchLearningRates(LearningRates):
     """Learning rates that a torch scheduler sets, together with betas or momentum, in the user's optimizer."""
 
+    advances = True
+
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, base: list[float], *, interval: str) -> None:
         self._scheduler = scheduler
         self._interval = _interval_of(scheduler, interval)

@@ -102,7 +102,7 @@ class Recorder(Callback):
         """Queue the outcome of a step. Its tensors are read later."""
         if not outcome.is_skipped:
             assert state.batch is not None
-            epoch = state.epoch - state.batch.is_last_of_epoch
+            epoch = state.position.epoch - state.batch.is_last_of_epoch
             facts = {"step": state.step, "epoch": epoch, "samples": state.samples, "lr": state.lr}
             mark = None if self._reader is None else self._device.mark()
             self._pending.append((facts, state.batch.ids, outcome, mark))
@@ -165,14 +165,14 @@ class Recorder(Callback):
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add seconds spent on evaluation or saving to the record of the oldest step that is not yet written."""
         self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
-        self.overhead_seconds += seconds if phase != "data" else 0.0
+        self.overhead_seconds += seconds
 
     def timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Yield the batches, and record the time spent waiting for them as data time."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
-            self.add_seconds("data", time.perf_counter() - start)
+            self._extra_seconds["data"] = self._extra_seconds.get("data", 0.0) + (time.perf_counter() - start)
             if batch is None:
                 return
             yield batch
