@@ -1,6 +1,7 @@
 """Captured steps in whole runs and in measurements, with graphs simulated on the CPU."""
 
 import functools
+import time
 
 import pytest
 import torch
@@ -220,6 +221,43 @@ def test_a_step_bench_measures_graphs_and_reports_why_it_cannot(graphs):
             rig.prepare({"graph": "on"}, seconds=30)
         assert "waits for the device" in failed.value.reason
     assert_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("graph", "device_seconds", "num_steps", "num_captured"),
+    [("launch_bound", 0.15, 4, 0), ("on", 0.15, 6, 1), ("launch_bound", 0.0, 13, 1), ("off", 0.15, 3, 0)],
+)
+def test_a_step_bench_prepares_slow_steps_with_few_of_them(
+    graphs, monkeypatch, graph, device_seconds, num_steps, num_captured
+):
+    """Simulated: the device computes for a while after the launches. Four steps show that capturing would not pay."""
+    monkeypatch.setattr(CpuDevice, "sync", lambda _: time.sleep(device_seconds))
+    model = Norm()
+    with a_rig(model, mean_loss(model), rows(80)) as rig:
+        prepared = rig.prepare({"graph": graph, "micro_batch": 16}, seconds=60)
+        assert prepared._number <= num_steps
+        stepper = prepared._built.stepper
+        assert getattr(stepper, "num_captured", 0) == num_captured
+        if num_captured:
+            assert stepper.num_replays >= 5
+            # Timed steps are not compared with eager ones, as hardly any step of a run is.
+            compared = []
+            monkeypatch.setattr(stepper, "_check_loss", lambda *_: compared.append(1))
+            for index in range(12):
+                prepared.step(index)
+            assert not compared
+        prepared.close()
+
+
+def test_captures_count_once_as_preparation(graphs, monkeypatch):
+    """Simulated: a capture takes long. Whether it happens in the first steps or after them, it is counted once."""
+    capture = SimulatedGraphs.capture
+    monkeypatch.setattr(SimulatedGraphs, "capture", lambda self, work: time.sleep(0.5) or capture(self, work))
+    model = Norm()
+    with a_rig(model, mean_loss(model), rows(80)) as rig:
+        prepared = rig.prepare({"graph": "on", "micro_batch": 16}, seconds=60)
+        assert 0.5 <= prepared.preparation_seconds < 0.95
+        prepared.close()
 
 
 def test_devices_without_graphs_return_none():

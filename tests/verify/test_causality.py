@@ -1,6 +1,7 @@
 """Causality checks: planted leaks, explicit masks, the cache, and what a run does with the result."""
 
 import importlib
+import py_compile
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,6 +28,8 @@ from whet.verify.start import cache
 from whet.verify.start.causality import CausalityLeak, InconclusiveError, check_causality, find_leak
 
 pytestmark = pytest.mark.torch
+
+UNCHECKED = py_compile.PycInvalidationMode.UNCHECKED_HASH
 
 
 @pytest.fixture(autouse=True)
@@ -356,6 +359,50 @@ def test_cache_key_changes_with_code_options_and_constants(tmp_path: Path, monke
     namespace: dict[str, object] = {"nn": nn}
     exec("class Nowhere(nn.Linear): pass", namespace)
     assert key(namespace["Nowhere"](2, 3)) is None  # type: ignore[operator]
+
+
+NOTED = """
+import tempfile, time, uuid
+from datetime import datetime
+import torch
+from torch import nn
+SESSION, RUN = uuid.uuid4().hex, f"run_{uuid.uuid4()}"
+START, SINCE, AT = time.time(), time.perf_counter(), int(time.time() * 1000)
+FOLDER, NAME = tempfile.mkdtemp(), datetime.now().strftime("mine_%Y%m%d_%H%M%S")
+SCALE, HEADS, WIDTH, DATA = 0.12345, 16, 1e9, "corpus-2026-11-01"
+class Net(nn.Linear): pass
+def loss(micro): return None
+"""
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_cache_key_is_the_same_in_another_process_that_notes_times_and_random_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    """Compiled: the module of the model has no source file."""
+    source, real = tmp_path / "noted.py", cache._user_modules
+    source.write_text(NOTED)
+    if is_compiled:
+        py_compile.compile(str(source), cfile=str(tmp_path / "noted.pyc"), invalidation_mode=UNCHECKED, doraise=True)
+        source.unlink()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(cache, "_user_modules", lambda: [m for m in real() if m.__name__ == "noted"])
+
+    def key(**changes: object) -> str | None:
+        # Imported again, as in another process.
+        monkeypatch.delitem(sys.modules, "noted", raising=False)
+        noted = importlib.import_module("noted")
+        model = noted.Net(2, 3)
+        vars(noted).update(changes)
+        model.began, model.run = noted.START, changes.get("SESSION", noted.SESSION)
+        return cache.cache_key({}, model, (noted.loss,))
+
+    first = key()
+    assert first is not None
+    assert key() == first
+    if not is_compiled:
+        others = [{"SCALE": 0.12346}, {"HEADS": 8}, {"WIDTH": 2e9}, {"DATA": "corpus-2026-11-02"}, {"SESSION": "eager"}]
+        assert len({first, *(key(**changes) for changes in others)}) == 1 + len(others)
 
 
 def test_each_session_is_checked(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ from whet.verify.start.splitting import loss_split_obstacle
 
 # Warm-up steps beyond the minimum run only within this time.
 _WARMUP_SECONDS = 2.0
+# Steps slower than this need few of them to be warm, if no batch brings another shape.
+_SLOW_STEP_SECONDS, _SLOW_WARMUP_STEPS = 0.1, WARMUP_STEPS + 1
 # With less time, do not try to compile in the user's process: small models took 10 to 40 s on two cores.
 _MIN_COMPILE_SECONDS = 10.0
 # torch compiles the first shape, then once more with dynamic sizes if shapes differ. If it still compiles for several
@@ -196,6 +198,9 @@ class LocalStepBench:
                 graphs.append(num_graphs())
                 # Compiling for another shape counts as preparation, not as part of the timed steps.
                 is_warm = index + 1 >= WARMUP_STEPS and graphs[-1] == graphs[-2]
+                is_slow = prepared.has_one_shape and prepared.step_seconds > _SLOW_STEP_SECONDS
+                if is_warm and is_slow and index + 1 >= _SLOW_WARMUP_STEPS:
+                    break
                 if time.perf_counter() - start > (min(seconds, _WARMUP_SECONDS) if is_warm else seconds):
                     break
         num_late = sum(after > before for before, after in pairwise(graphs[_NUM_WARM:]))

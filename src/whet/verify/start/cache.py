@@ -9,13 +9,16 @@ import functools
 import hashlib
 import inspect
 import json
+import re
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 from torch import nn
 
 from whet.base import env
@@ -23,11 +26,19 @@ from whet.base.errors import WhetError
 from whet.base.origin import code_origin
 from whet.run import durable
 
-_FORMAT = 3
+_FORMAT = 4
 _MAX_FILE_BYTES = 10_000
 _MAX_DEPTH, _MAX_ITEMS = 4, 1_000
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, str, type(None))
+# Parts of texts that differ in every process: random identifiers, names of temporary files, dates with a time.
+_OF_ONE_PROCESS = re.compile(
+    r"(?<![0-9a-z])[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}(?![0-9a-z])"
+    r"|(?<![0-9a-z])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{16,}(?![0-9a-z])"
+    r"|(?<=/)tmp[a-z0-9_]{8}(?![a-z0-9_])"
+    r"|(?<!\d)20\d\d([-/.:]?)[01]\d\1[0-3]\d[T _-]*[0-2]\d[-:.h]?[0-5]\d(?:[-:.m]?[0-5]\d(?:\.\d+)?)?(?!\d)"
+)
+_REPLACED = "<differs in every process>"
 
 
 def cache_key(
@@ -36,10 +47,11 @@ def cache_key(
     """Return a hash of the facts, the model and the functions, with their code, or None if the code cannot be read."""
     modules = {*_user_modules()}
     try:
-        files = {*_source_files(model, functions), *(Path(str(module.__file__)) for module in modules)}
-        digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)]
+        sources = dict(_sources(model, functions))
+        sources |= {str(module.__file__): Path(str(module.__file__)).read_bytes() for module in modules}
     except (OSError, TypeError):
         return None
+    digests = [hashlib.sha256(source).hexdigest() for _, source in sorted(sources.items())]
     captured = [(_identity(function), _captured_values(function)) for function in functions]
     module_globals = sorted((module.__name__, _scalar_globals(module)) for module in modules)
     parts = [_FORMAT, facts, _structure(model), digests, captured, module_globals]
@@ -93,7 +105,7 @@ def _options(module: nn.Module) -> dict[str, Any]:
 def _serializable(value: Any, depth: int = 0) -> Any:
     """Convert a value to JSON types. Keep scalars and small containers. Replace other objects by their type names."""
     if isinstance(value, _SCALARS):
-        return value
+        return _lasting(value)
     if dataclasses.is_dataclass(value):
         return repr(value)
     if inspect.isroutine(value):
@@ -107,15 +119,57 @@ def _serializable(value: Any, depth: int = 0) -> Any:
     return type(value).__qualname__
 
 
-def _source_files(model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> Iterator[Path]:
-    """Yield the source files of the model's classes and of the functions.
+def _lasting(value: Any) -> Any:
+    """Return a scalar without what differs in every process, such as a start time or a random identifier.
+
+    With it, the key of a script that notes when it started would never occur again. Constants that only look like one
+    are in the source files, which the key contains.
+    """
+    if isinstance(value, str):
+        return _OF_ONE_PROCESS.sub(_REPLACED, value)
+    if isinstance(value, int | float) and any(start <= value <= now for start, now in _clock_ranges(value)):
+        return _REPLACED
+    return value
+
+
+def _clock_ranges(value: float) -> Iterator[tuple[float, float]]:
+    """Yield the ranges of numbers that this process may have read from a clock."""
+    now, age = time.time(), time.time() - _process_start()
+    for scale in (1, 1_000, 1_000_000_000):
+        yield (now - age) * scale, now * scale
+    # Seconds since the start of the machine may be few. A user chooses no number with that many digits.
+    if isinstance(value, float) and round(value, 3) != value:
+        yield time.perf_counter() - age, time.perf_counter()
+
+
+@functools.cache
+def _process_start() -> float:
+    """Return the time at which this process started, rounded down."""
+    return psutil.Process().create_time() - 1.0
+
+
+def _sources(model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> Iterator[tuple[str, bytes]]:
+    """Yield the path and the content of the source files of the model's classes and of the functions.
 
     torch's files are omitted, because its version identifies them.
     """
     classes = {type(module) for module in model.modules()}
     for thing in (*classes, *filter(None, map(_unwrap, functions))):
         if not str(getattr(thing, "__module__", "")).startswith("torch."):
-            yield Path(inspect.getsourcefile(thing) or "")
+            yield _source(thing)
+
+
+def _source(thing: Any) -> tuple[str, bytes]:
+    """Return the source file of a class or function. If it cannot be read, return the compiled file of its module."""
+    path = Path(inspect.getsourcefile(thing) or "")
+    try:
+        return str(path), path.read_bytes()
+    except OSError:
+        spec = getattr(sys.modules.get(thing.__module__), "__spec__", None)
+        if spec is None or spec.origin is None or not hasattr(spec.loader, "get_data"):
+            raise
+        # The module has no source file, or is in an archive, or its code has a relative path.
+        return spec.origin, spec.loader.get_data(spec.origin)
 
 
 def _user_modules() -> Iterator[ModuleType]:
@@ -130,7 +184,7 @@ def _user_modules() -> Iterator[ModuleType]:
 
 def _scalar_globals(module: ModuleType) -> list[tuple[str, Any]]:
     named = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-    return sorted((name, value) for name, value in named.items() if isinstance(value, _SCALARS))
+    return sorted((name, _lasting(value)) for name, value in named.items() if isinstance(value, _SCALARS))
 
 
 def _unwrap(function: Any) -> Any:
