@@ -19,6 +19,7 @@ A file of renames translates an older recording. All of its tables are optional,
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -29,11 +30,14 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 THIS_FILE = str(Path(__file__).absolute())
 Renames = Mapping[str, Mapping[str, str | None]]
@@ -271,12 +275,11 @@ class Recorder:
 def child(weights: Path, signal_name: str, after: int, words: Sequence[str]) -> None:
     """Run a script or module, send this process a signal after some optimizer steps, save a hash of the weights."""
     import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     counts: dict[int, int] = {}
     last: list[torch.optim.Optimizer] = []
 
-    def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def count(optimizer: torch.optim.Optimizer) -> None:
         # Steps that are measured before training have a learning rate of 0. The signal must arrive in training.
         if not any(float(group["lr"]) for group in optimizer.param_groups):
             return
@@ -287,7 +290,7 @@ def child(weights: Path, signal_name: str, after: int, words: Sequence[str]) -> 
                 time.sleep(KILL_DELAY_SECONDS)
             os.kill(os.getpid(), signal.Signals[f"SIG{signal_name}"])
 
-    register_optimizer_step_post_hook(count)
+    call_after_steps(count)
     try:
         if words[0] == "-m":
             sys.argv = [words[1], *words[2:]]
@@ -302,6 +305,28 @@ def child(weights: Path, signal_name: str, after: int, words: Sequence[str]) -> 
             for parameter in parameters:
                 digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
             weights.write_text(json.dumps(digest.hexdigest()))
+
+
+def call_after_steps(function: Callable[["Optimizer"], None]) -> None:
+    """Call `function` after each step of an optimizer that is created from now on.
+
+    A global hook of torch would do the same, but whet warns of it: a resumed run would not have it.
+    """
+    from torch.optim import Optimizer
+
+    add_hooks = Optimizer.profile_hook_step
+
+    def wrapped(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def step_and_call(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+            result = step(optimizer, *args, **options)
+            function(optimizer)
+            return result
+
+        return add_hooks(step_and_call)
+
+    # torch wraps the `step` of a class with this function when the first optimizer of the class is created.
+    Optimizer.profile_hook_step = staticmethod(wrapped)  # type: ignore[method-assign]
 
 
 def write_bert(folder: Path) -> None:

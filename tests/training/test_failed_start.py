@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import whet
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.training.callbacks.progress_line import ProgressLine, SessionPrinter, resume_message
+from whet.training.callbacks.event_messages import resume_message
+from whet.training.callbacks.progress_line import ProgressLine, SessionPrinter
 
 pytestmark = pytest.mark.torch
 

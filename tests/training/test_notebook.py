@@ -15,7 +15,7 @@ from fake_device import FakeDevice
 from small_training import train
 from whet.base.errors import InsufficientMemoryError
 from whet.device.cpu import CpuDevice
-from whet.training.callbacks import progress_line
+from whet.training.callbacks.progress_screen import is_notebook
 from whet.training.notebook import held_by_cells, name_held_memory
 
 pytestmark = pytest.mark.torch
@@ -175,4 +175,4 @@ def test_a_real_kernel_is_interrupted_and_resumes(tmp_path: Path) -> None:
 
 
 def test_a_terminal_is_no_notebook() -> None:
-    assert not progress_line.is_notebook()
+    assert not is_notebook()

@@ -71,7 +71,7 @@ def train_segment(run: Path, arguments: dict[str, Any], *, on_event: Any) -> Non
 
     recipe = load_recipe(arguments["recipe"])
     config = recipe.Config.model_validate(arguments["config"])
-    configure_before_torch(mps_fallback=config.mps_fallback == "on")
+    configure_before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
     # These modules import torch, which must see the environment set above. A user recipe may have imported it already.
     from whet.recipes.runner import train_recipe
 

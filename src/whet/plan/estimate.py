@@ -6,8 +6,9 @@ The time of a step is the sum of three parts:
   + bytes      / (published bandwidth x 0.85)       weights, optimizer state and activations
   + operators  x seconds per operator               overhead of Python, the driver and small kernels
 
-Each constant is the midpoint of the published values. docs/measure.md lists the sources, and compares the result with
-the steps in docs/bench. No simple formula covers all models, so the result is a range from half to twice the estimate.
+Each constant is the midpoint of the published values. Their sources, and a comparison with measured steps, are in
+docs/bench/estimate-constants_h200-linux-2core_2026-11-18.md. No simple formula covers all models, so the result is a
+range from half to twice the estimate.
 """
 
 import math

@@ -26,7 +26,8 @@ from whet.training import checks, intercept
 from whet.training.auto_batch_size import resolve_auto_batch_size
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler, emit_event
-from whet.training.callbacks.progress_line import ProgressLine, is_notebook
+from whet.training.callbacks.progress_line import ProgressLine
+from whet.training.callbacks.progress_screen import is_notebook
 from whet.training.evaluator import Evaluate
 from whet.training.keywords import SessionKeywords
 from whet.training.measurement import MeasurementStoppedError

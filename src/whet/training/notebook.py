@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from whet.base.errors import InsufficientMemoryError
 from whet.base.units import format_bytes
 from whet.device.abstract import AbstractDevice
-from whet.training.callbacks.progress_line import notebook_shell
+from whet.training.callbacks.progress_screen import notebook_shell
 
 _MIN_BYTES = 10 * 1024**2
 """Variables smaller than this are not listed."""

@@ -20,6 +20,9 @@ from whet.checkpoint.state_format import missing_children, seed_of_spawner, spaw
 Restore = Callable[[str, Stateful], bool]
 """Restores an object from a checkpoint by name, and returns whether the checkpoint contains it."""
 
+REGISTERED_PREFIX = "the registered "
+"""Precedes the name of a registered object in messages about its state."""
+
 
 class RegisteredObjects:
     """The registered objects by name, and a way to restore objects that are registered after the run was restored."""

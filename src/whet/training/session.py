@@ -36,7 +36,8 @@ from whet.training import checks, intercept
 from whet.training.batch_loop import BatchLoop
 from whet.training.callback import Callback
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.progress_line import SessionPrinter, is_notebook
+from whet.training.callbacks.progress_line import SessionPrinter
+from whet.training.callbacks.progress_screen import is_notebook
 from whet.training.end_reason import describe_end
 from whet.training.evaluator import Evaluate, LossEvaluation, use_best_weights
 from whet.training.failed_layer import note_failed_layer

@@ -230,6 +230,12 @@ def is_users_function(function: types.FunctionType) -> bool:
     return not is_skipped_package(function.__module__) and not _is_installed(function)
 
 
+def part_name(part: Any) -> str:
+    """Return the name of a function or class without that of its module or class; "self" for any other object."""
+    name = getattr(part, "__qualname__", None)
+    return "self" if name is None else str(name).rpartition(".")[2]
+
+
 def has_own_name(value: Any, name: str) -> bool:
     """Return whether `name` refers to a class or a method by the name it was defined with."""
     if isinstance(value, types.FunctionType):

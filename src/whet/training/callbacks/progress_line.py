@@ -1,175 +1,24 @@
-"""The header and the progress line of a run.
-
-In a terminal, the line is redrawn in place; in a notebook, a display is updated; a file or pipe gets plain lines.
-"""
+"""The event handlers that show a run: the progress line with its header, and the printer of a session."""
 
 import io
 import math
-import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from html import escape
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from whet.base.units import GB, format_bytes, format_seconds, printable
+from whet.base.units import GB, format_bytes, format_seconds
 from whet.plan.summary import labelled, summary_lines
 from whet.run.folder import shell_path
-
-
-class ProgressScreen(Protocol):
-    """The interface of outputs for the progress of a run."""
-
-    redraw_seconds: float
-    """Minimum number of seconds between redraws."""
-    hint: str
-    """A hint for the user at the end of the line, for example how to stop."""
-    is_lasting: bool
-    """Whether drawn lines stay visible, as in a file. Each evaluation is then printed as a separate line."""
-
-    @property
-    def width(self) -> int:
-        """The number of columns."""
-
-    def draw(self, line: str, *, share: float | None) -> None:
-        """Draw the progress line in place of the previous one. `share` is the completed fraction of the run."""
-
-    def print_line(self, line: str) -> None:
-        """Print a line that stays visible above the progress line."""
-
-    def close(self) -> None:
-        """Clear the progress line and show all messages."""
-
-
-def open_screen(stream: TextIO | None, fallback: TextIO) -> ProgressScreen:
-    """Return the screen for `stream`.
-
-    Without a stream, return a notebook display, or else the screen for `fallback`.
-    """
-    if stream is None and (shell := notebook_shell()) is not None:
-        return NotebookScreen(shell)
-    chosen = stream or fallback
-    return TerminalScreen(chosen) if chosen.isatty() else PlainScreen(chosen)
-
-
-class PlainScreen:
-    """A screen for a file or a pipe: every drawing is a new line."""
-
-    redraw_seconds = 10.0
-    hint = ""
-    is_lasting = True
-    width = 120
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def draw(self, line: str, *, share: float | None) -> None:  # noqa: ARG002
-        self.print_line(line)
-
-    def print_line(self, line: str) -> None:
-        self._stream.write(printable(line) + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        pass
-
-
-class TerminalScreen:
-    """A screen for a terminal: each drawing overwrites the previous line."""
-
-    redraw_seconds = 0.1
-    hint = "Ctrl-C saves and stops"
-    is_lasting = False
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._is_open = False
-
-    @property
-    def width(self) -> int:
-        # A line that fills the last column would wrap in some terminals.
-        return shutil.get_terminal_size((120, 40)).columns - 1
-
-    def draw(self, line: str, *, share: float | None) -> None:  # noqa: ARG002
-        self._stream.write(f"\r\x1b[2K{printable(line)[: self.width]}")
-        self._stream.flush()
-        self._is_open = True
-
-    def print_line(self, line: str) -> None:
-        self.close()
-        self._stream.write(printable(line) + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        if self._is_open:
-            self._stream.write("\r\x1b[2K")
-            self._stream.flush()
-            self._is_open = False
-
-
-class NotebookScreen:
-    """A screen for a notebook: a single display that is updated in place."""
-
-    redraw_seconds = 0.5
-    hint = "interrupt the kernel to save and stop"
-    is_lasting = False
-    width = 120
-    _max_lines = 12
-
-    def __init__(self, shell: Any) -> None:
-        self._shell = shell
-        self._lines: deque[str] = deque(maxlen=self._max_lines)
-        self._num_dropped = 0
-        self._line = ""
-        self._share: float | None = None
-        self._id: str | None = None
-        self._updated_at = 0.0
-        self._is_closed = False
-
-    def draw(self, line: str, *, share: float | None) -> None:
-        self._line, self._share, self._is_closed = printable(line), share, False
-        self._update()
-
-    def print_line(self, line: str) -> None:
-        for part in printable(line).split("\n"):
-            self._num_dropped += len(self._lines) == self._max_lines
-            self._lines.append(part)
-        # Combine lines that follow each other quickly into one message to the browser. The next update shows the rest.
-        if self._is_closed or time.monotonic() - self._updated_at > self.redraw_seconds:
-            self._update()
-
-    def close(self) -> None:
-        self._is_closed, self._line, self._share = True, "", None
-        if self._id is not None or self._lines:
-            self._update()
-
-    def _update(self) -> None:
-        self._updated_at = time.monotonic()
-        lines = [f"({self._num_dropped:,} earlier lines)"] if self._num_dropped else []
-        lines += self._lines
-        plain = "\n".join([*lines, self._line]).rstrip()
-        bar = "" if self._share is None else f'<progress value="{self._share:.4f}" max="1"></progress> '
-        drawn = f"{bar}<code>{escape(self._line)}</code>" if self._line else ""
-        html = f'<pre style="margin:0">{escape(chr(10).join(lines))}</pre>{drawn}'
-        is_new = self._id is None
-        self._id = self._id or f"whet-{id(self):x}-{time.monotonic_ns():x}"
-        self._shell.display_pub.publish(
-            {"text/plain": plain, "text/html": html}, transient={"display_id": self._id}, update=not is_new
-        )
-
-
-def notebook_shell() -> Any:
-    """Return the shell of the notebook that runs this process; None elsewhere. Does not import IPython."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
-    return shell if hasattr(shell, "kernel") else None
-
-
-def is_notebook() -> bool:
-    """Return whether this process executes the cells of a notebook."""
-    return notebook_shell() is not None
-
+from whet.training.callbacks.event_messages import (
+    event_message,
+    heat_text,
+    no_goal_message,
+    resume_message,
+    sample_answer,
+)
+from whet.training.callbacks.progress_screen import PlainScreen, open_screen
 
 _WINDOW = 60
 """Number of readings over which the speed is averaged: about half a minute."""
@@ -188,10 +37,6 @@ _NOTABLE_SLOWDOWN = 1.5
 
 _ATTENTION_KINDS = ("warning", "skip", "pressure")
 """Kinds of events that are printed even without a progress line."""
-_NO_METRICS = ("step", "time")
-"""Numbers in the event of an evaluation that are no metrics."""
-_MAX_QUESTION, _MAX_ANSWER = 70, 100
-"""Maximum number of characters of a sample's input and output to show."""
 
 
 class ProgressLine:
@@ -241,7 +86,7 @@ class ProgressLine:
         """Show an event: update the progress line, or print a message."""
         if kind in self._handlers:
             self._handlers[kind](fields)
-        elif (message := _message(kind, fields)) is not None:
+        elif (message := event_message(kind, fields)) is not None:
             self.print_line(f"{self._name}: {message}")
 
     def _on_estimate(self, fields: dict[str, Any]) -> None:
@@ -282,7 +127,7 @@ class ProgressLine:
         if self._asks_for_goal and self._goal is None and (message := no_goal_message(fields)) is not None:
             self.print_line(f"{self._name}: {message}")
         self._asks_for_goal = False
-        answer = _sample_answer(fields)
+        answer = sample_answer(fields)
         if self._screen.is_lasting:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
             line = f"{self._name}  step {fields['step']:,}  {shown}"
@@ -302,7 +147,7 @@ class ProgressLine:
         if is_notable:
             self.print_line(f"{self._name}: {fields['reason']}")
         if is_heat:
-            self._heat = _heat_text(fields) if is_notable else ""
+            self._heat = heat_text(fields) if is_notable else ""
 
     def _on_spike(self, fields: dict[str, Any]) -> None:
         """Print at most one loss spike per minute, and count the others: a noisy loss has many."""
@@ -312,7 +157,7 @@ class ProgressLine:
             return
         self._print_spike_count()
         self._spike_at = now
-        self.print_line(f"{self._name}: {_message('spike', fields)}")
+        self.print_line(f"{self._name}: {event_message('spike', fields)}")
 
     def _print_spike_count(self) -> None:
         if self._num_spikes:
@@ -415,45 +260,6 @@ class ProgressLine:
         self._screen.close()
 
 
-def _message(kind: str, fields: dict[str, Any]) -> str | None:
-    """Return the message for an event; None if the event needs no message."""
-    if kind == "warning":
-        retry = "" if fields["retry"] == "never" else f"; tried again {fields['retry']}"
-        return f"{fields['reason']}{retry}; training continues"
-    if kind == "oom":
-        return f"out of memory at step {fields['step']:,}; {fields['action']}"
-    if kind in ("skip", "spike"):
-        skipped = " is skipped" if fields.get("verdict") == "reproducible" else ""
-        samples = f" (samples {', '.join(map(str, fields['samples'][:8]))} ...)" if fields.get("samples") else ""
-        return f"step {fields['step']:,}{skipped}: {fields['reason']}{samples}"
-    if kind == "stopping":
-        return str(fields["message"])
-    if kind == "plan" and fields.get("is_in_plan"):
-        return None
-    if kind in ("plan", "fallback"):
-        return str(fields.get("message") or fields["reason"])
-    return str(fields["reason"]) if kind == "pressure" else None
-
-
-def _heat_text(fields: dict[str, Any]) -> str:
-    """Return a text such as "cool" or "hot 1.3x slower". Without a sensor, return "1.3x slower" or an empty text."""
-    state = fields["state"]
-    words = [state] if state != "slow" and "thermal" in fields else []
-    if state != "cool" and "factor" in fields:
-        words.append(f"{fields['factor']:.1f}x slower")
-    return " ".join(words)
-
-
-def _sample_answer(fields: dict[str, Any]) -> str:
-    """Return the first sample of an evaluation with text outputs as one line; empty for classification."""
-    samples = fields.get("samples")
-    if not samples or "classes" in fields or "confusion" in fields or not isinstance(samples[0].get("predicted"), str):
-        return ""
-    question, answer = (" ".join(str(samples[0].get(name, "")).split()) for name in ("input", "predicted"))
-    question = question if len(question) <= _MAX_QUESTION else f"... {question[-_MAX_QUESTION:]}"
-    return f"{question}  ->  {answer[:_MAX_ANSWER]}{' ...' if len(answer) > _MAX_ANSWER else ''}"
-
-
 class SessionPrinter:
     """The event handler for a session that has none: prints a few lines, and no progress line.
 
@@ -496,26 +302,5 @@ class SessionPrinter:
                 return f"{fields['reason']}, at step {fields['step']:,}{resumes}"
             return f"{fields['reason']} at step {fields['step']:,}{self._where}" if fields["state"] == "done" else None
         elif kind in (*_ATTENTION_KINDS, "oom"):
-            return f'{_message(kind, fields)} (on_event="line" prints more)'
+            return f'{event_message(kind, fields)} (on_event="line" prints more)'
         return None
-
-
-def resume_message(fields: dict[str, Any], *, total: int | None) -> str:
-    """Return the message for the "resume" event of a run with `total` steps."""
-    step = f"step {fields['step']:,}"
-    if fields.get("rollback_reason"):
-        return f"rolled back to {step}: {fields['rollback_reason']}"
-    if total is not None and fields["step"] >= total:
-        return f"all {total:,} steps are done"
-    if fields["step"] == 0:
-        why = "no later checkpoint can be read" if fields.get("rejected") else "it ended before its first checkpoint"
-        return f"starts again from step 0: {why}"
-    return f"resumes from {step}" + (f", {fields['exactness']}" if fields.get("exactness") else "")
-
-
-def no_goal_message(fields: dict[str, Any]) -> str | None:
-    """Return the message for the first evaluation of a run without a goal; None if it has no metric to choose."""
-    names = [name for name, value in fields.items() if name not in _NO_METRICS and isinstance(value, int | float)]
-    if not names:
-        return None
-    return f'no goal, so the best weights are not kept; goal="{names[0]}" keeps them'
