@@ -1,6 +1,5 @@
 """The loss function is compiled with the model, where torch can trace both as one piece of code."""
 
-import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -38,9 +37,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -176,14 +175,22 @@ def test_a_model_that_computes_its_loss_is_compiled_alone(graphs: list[str]) -> 
     assert graphs == []
 
 
-def test_compiled_code_does_not_outlive_its_model(graphs: list[str]) -> None:
+def test_models_of_one_architecture_share_compiled_code(graphs: list[str]) -> None:
+    for width in (8, 8, 16):
+        model = Net(width)
+        with compiled(model).in_use():
+            backward(adapt_loss(LOSSES["attributes"](model), model), make_micro(), model)
+    assert len(graphs) == 2
+
+
+def test_a_model_may_have_several_losses(graphs: list[str]) -> None:
     model = Net()
-    loss, calls = adapt_loss(LOSSES["attributes"](model), model), compiled(model)
+    losses = [adapt_loss(LOSSES[name](model), model) for name in ("attributes", "pair")]
+    calls = compiled(model)
     with calls.in_use():
-        backward(loss, make_micro(), model)
-    assert len(graphs) == 1
-    number = id(model)
-    assert number in {key[0] for key in compilation._traced_calls}
-    del model, loss, calls
-    gc.collect()
-    assert number not in {key[0] for key in compilation._traced_calls}
+        for _ in range(2):
+            for loss in losses:
+                backward(loss, make_micro(), model)
+    assert len(graphs) == 2
+    assert calls.loss is not None
+    assert calls.loss.obstacle is None

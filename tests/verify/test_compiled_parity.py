@@ -378,7 +378,7 @@ def test_wrong_embedding_is_found_and_the_run_trains_eagerly(tmp_path: Path, mon
     assert (learnt["value"], learnt["source"]) == ("off", "measured")
     assert learnt["reason"] in line
     assert is_compiled[-NUM_STEPS:] == [False] * NUM_STEPS, "all steps"
-    assert is_compiled[0]
+    assert any(is_compiled)
     for name, weights in plain.state_dict().items():
         assert torch.equal(weights, model.state_dict()[name]), name
 

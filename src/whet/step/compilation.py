@@ -4,7 +4,6 @@ The model stays the same object with the same names, weights and hooks, and uses
 """
 
 import sys
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -151,16 +150,23 @@ class CompiledLoss:
 
     def __init__(self, model: nn.Module, is_dynamic: bool | None, attention: str) -> None:
         self.obstacle: str | None = None
-        self._call = _traced_call(model, is_dynamic, attention)
+        self._is_dynamic = is_dynamic
+        # Attention kernels are no guard of compiled code (torch 2.13).
+        self._key = type(model), tuple(parameter.shape for parameter in model.parameters()), attention
+        self._calls: dict[Hashable, Callable[..., Any]] = {}
+        """Compiled callers, by the code of the loss function."""
         self._compiled_for: set[Hashable] = set()
 
     def __call__(self, micro: MicroBatch, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)` for the data of a micro-batch."""
         if self.obstacle is not None:
             return function(*args)
-        num_before = num_graphs()
+        num_before, code = num_graphs(), getattr(function, "__code__", type(function))
+        if (call := self._calls.get(code)) is None:
+            call = torch.compile(_caller((*self._key, code)), fullgraph=True, dynamic=self._is_dynamic)
+            self._calls[code] = call
         try:
-            returned = self._call(function, *args)
+            returned = call(function, *args)
         except Exception as error:
             if not type(error).__module__.startswith(_COMPILER_MODULES):
                 raise
@@ -169,36 +175,33 @@ class CompiledLoss:
             self.obstacle = _compile_error_text(error)
             return returned
         if num_graphs() != num_before:
-            self._note_graph(micro)
+            self._note_graph(code, torch.is_grad_enabled(), *micro_batch_shapes(micro))
         return returned
 
-    def _note_graph(self, micro: MicroBatch) -> None:
+    def _note_graph(self, *key: Hashable) -> None:
         """Give up if the loss was compiled again although all shapes are known: it depends on a Python value."""
-        key = torch.is_grad_enabled(), *micro_batch_shapes(micro)
         if key in self._compiled_for:
             self.obstacle = "it would be compiled in each step, because it depends on a value that changes"
         self._compiled_for.add(key)
 
 
-_traced_calls: dict[tuple[int, bool | None, str], Callable[..., Any]] = {}
+_callers: dict[Hashable, Callable[..., Any]] = {}
 
 
-def _traced_call(model: nn.Module, is_dynamic: bool | None, attention: str) -> Callable[..., Any]:
-    """Return a compiled function that calls its first argument with the others, the same one for the same model.
+def _caller(key: Hashable) -> Callable[..., Any]:
+    """Return a function that calls its first argument with the others, and whose code is that of this key only.
 
-    torch keeps compiled code, and counts how often it compiles, by code object. Each model and each choice of attention
-    kernels, which is no guard of compiled code (torch 2.13), therefore has its own.
+    torch keeps compiled code, and counts how often it compiles, by code object. Models of one architecture, such as the
+    trials of a search, share theirs.
     """
-    key = id(model), is_dynamic, attention
-    if key not in _traced_calls:
+    if key not in _callers:
 
         def call(function: Callable[..., Any], *args: Any) -> Any:
             return function(*args)
 
-        call.__code__ = call.__code__.replace(co_name=f"loss_{len(_traced_calls)}_{attention}")
-        _traced_calls[key] = torch.compile(call, fullgraph=True, dynamic=is_dynamic)
-        weakref.finalize(model, _traced_calls.pop, key, None)
-    return _traced_calls[key]
+        call.__code__ = call.__code__.replace(co_name=f"loss_{len(_callers)}")
+        _callers[key] = call
+    return _callers[key]
 
 
 def _compiled_call(module: nn.Module, is_dynamic: bool | None, attention: str) -> Any:
