@@ -215,7 +215,15 @@ class BatchSplitter:
     ) -> Iterator[MicroBatch]:
         """Return the micro-batches of the selected rows. `ids` are their sample ids."""
         if len(rows) <= micro_batch and not self._lengths:
-            return iter((self._whole(rows, ids),))
+            # The fast path for small steps with columns of one shape.
+            selected = self._send(torch.from_numpy(rows))
+            fields: dict[str, Field] = {}
+            for name, column in self._columns.items():
+                assert isinstance(column, Tensor)
+                # On the CPU, index_select is twice as fast as indexing.
+                fields[name] = column.index_select(0, selected) if column.is_cpu else column[selected]
+            whole = MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device, make_data=self._make_data)
+            return iter((whole,))
         return self._split(rows, ids, micro_batch=micro_batch, length_mode=length_mode)
 
     def _split(
@@ -242,15 +250,6 @@ class BatchSplitter:
                 make_data=self._make_data,
             )
 
-    def _whole(self, rows: np.ndarray, ids: np.ndarray) -> MicroBatch:
-        """Return all rows as one micro-batch. This is the fast path for small steps with columns of one shape."""
-        selected = self._send(torch.from_numpy(rows))
-        fields: dict[str, Field] = {}
-        for name, column in self._columns.items():
-            assert isinstance(column, Tensor)
-            fields[name] = _rows_of(column, selected)
-        return MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device, make_data=self._make_data)
-
     def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
         """Return the lengths of these samples, summed over the columns, or None if all samples have the same shape."""
         return np.sum([lengths[rows] for lengths in self._lengths.values()], axis=0) if self._lengths else None
@@ -264,7 +263,7 @@ class BatchSplitter:
     def _select(self, name: str, rows: np.ndarray, selected: Tensor, length_mode: LengthMode) -> Field:
         column = self._columns[name]
         if isinstance(column, Tensor):
-            return _rows_of(column, selected)
+            return column.index_select(0, selected) if column.is_cpu else column[selected]
         lengths = self._lengths[name][rows]
         if length_mode == "packed":
             return column.packed(selected, max_length=int(lengths.max()), total=int(lengths.sum()))
@@ -288,11 +287,6 @@ class BatchSplitter:
         assert isinstance(field, Packed)
         assert isinstance(column, Ragged)
         return column.filled(field, total=total, num_fillers=packing.num_fillers(len(field.values), total=total))
-
-
-def _rows_of(column: Tensor, selected: Tensor) -> Tensor:
-    # On the CPU, index_select is twice as fast as indexing.
-    return column.index_select(0, selected) if column.is_cpu else column[selected]
 
 
 def split_samples(

@@ -215,7 +215,8 @@ class BatchLoop:
         else:
             if not loss.is_observed:
                 loss.is_observed = True
-                run.warn_changed_code(run.sources.observe_loss(loss.function))
+                if changes := run.sources.observe_loss(loss.function):
+                    run.warn_changed_code(changes)
             run.has_users_gradients = False
             self.steps.add(name, outcome)
         # The batch is complete once every optimizer has had its turn.

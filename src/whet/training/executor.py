@@ -291,7 +291,8 @@ class Executor:
         if is_first:
             with preserve_loss_modules(loss, self._run.model):
                 self._prepare(loss, batch, number=number)
-        self.splitting.check_step(loss, batch, number=number, optimizer=optimizer, is_first=is_first)
+        if self.splitting.is_split(batch):
+            self.splitting.check_step(loss, batch, number=number, optimizer=optimizer, is_first=is_first)
 
     def _prepare(self, loss: MicroLoss, batch: GlobalBatch, *, number: int) -> None:
         """Measure the memory per sample, verify the model, then compile it."""

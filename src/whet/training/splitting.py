@@ -81,10 +81,11 @@ class BatchSplitting:
 
     def check(self, loss: MicroLoss, batch: GlobalBatch) -> None:
         """Switch to a plan with whole batches if the current one splits them and this loss does not allow that."""
-        if self._is_split(batch) and (reason := self.obstacle(loss, batch)) is not None:
+        if self.is_split(batch) and (reason := self.obstacle(loss, batch)) is not None:
             self.keep_whole(reason)
 
-    def _is_split(self, batch: GlobalBatch) -> bool:
+    def is_split(self, batch: GlobalBatch) -> bool:
+        """Return whether the plan splits this batch or a later one, or several ranks share it."""
         sizes = self._batch_sizes()
         # The size of this batch is not enough: a sampler may yield larger ones later.
         largest = max(len(batch.ids), sizes.global_batch)
@@ -175,8 +176,6 @@ class BatchSplitting:
 
     def check_step(self, loss: MicroLoss, batch: GlobalBatch, *, number: int, optimizer: str, is_first: bool) -> None:
         """Check the loss before the first split step of each optimizer and loss, and occasionally afterward."""
-        if not self._is_split(batch):
-            return
         key = optimizer, loss_code(loss)
         if not is_first and key not in self._split_steps:
             self.check(loss, batch)
