@@ -37,6 +37,17 @@ def test_norm_and_gradients_have_the_bits_of_torchs_function(scale: float, missi
             assert torch.equal(one.grad.view(torch.int32), other.grad.view(torch.int32))
 
 
+def test_clipping_gradients_that_have_a_graph_records_nothing() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = 2 * torch.ones(3, requires_grad=True)
+    norm = clip_foreach([parameter], 1.0)
+    assert not norm.requires_grad
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        clip_foreach([parameter], 1.0)
+        assert not torch.is_grad_enabled()
+
+
 def test_the_norm_of_a_step_without_gradients_is_torchs() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
     assert torch.equal(clip_foreach(parameters, 1.0), nn.utils.clip_grad_norm_(parameters, 1.0))

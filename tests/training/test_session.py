@@ -1,6 +1,7 @@
 """Session: events, failures, saving, resuming with the same objects."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import shutil
@@ -274,3 +275,32 @@ def test_a_loop_of_the_user_can_show_the_progress_line(capsys: pytest.CaptureFix
             for batch in session:
                 session.step(nn.functional.mse_loss, batch)
     assert "resumes from step 2, session state restored exactly" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_defined_anew_in_each_step_has_its_own_values(tmp_path: Path) -> None:
+    model, factors = convnet(), [1.0, 2.0, 3.0, 4.0]
+
+    def scaled(factor: float):
+        return lambda micro, bias=factor: 0 * model(micro.x).sum() + bias * factor
+
+    with whet.Session(model, sgd(model), images(32, seed=0), global_batch_size=8, run=tmp_path / "run") as session:
+        for batch, factor in zip(session, factors, strict=True):
+            session.step(scaled(factor), batch)
+    steps = list(read_events(open_run(tmp_path / "run"), kinds=("step",)))
+    assert [event.get("loss") for event in steps] == [1.0, 4.0, 9.0, 16.0]
+
+
+def test_losses_with_the_same_decorator_keep_their_own_arguments() -> None:
+    def decorated(function):
+        @functools.wraps(function)
+        def call(*arguments):
+            return function(*arguments)
+
+        return call
+
+    model = convnet()
+    losses = [decorated(nn.functional.cross_entropy), decorated(lambda micro: model(micro.x).square().mean())] * 2
+    with whet.Session(model, sgd(model), images(32, seed=0), global_batch_size=8) as session:
+        for batch, loss in zip(session, losses, strict=True):
+            session.step(loss, batch)
+    assert session.state.step == 4

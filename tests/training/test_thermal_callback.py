@@ -430,7 +430,8 @@ def test_a_forked_child_can_leave() -> None:
 def test_ctrl_c_ends_a_real_pause_and_the_run_resumes_unchanged(tmp_path: Path, fork_server) -> None:
     """The sensor is simulated; process, signal, pause and clock are real. The pause would last 15 minutes."""
     assert fork_server.start(JOB, tmp_path / "whole").wait().code == 0
-    process = fork_server.start(JOB, tmp_path / "paused", "--hot", 'overrides={"on_heat": "pause"}')
+    # Slow, because the pause begins at the first step that ends 0.1 s after its announcement.
+    process = fork_server.start(JOB, tmp_path / "paused", "--hot", "--slow", 'overrides={"on_heat": "pause"}')
     log, deadline = tmp_path / "paused" / "events.jsonl", time.monotonic() + TIMEOUT_SECONDS
     while not (log.exists() and b"paused until" in log.read_bytes()):
         assert time.monotonic() < deadline, "no pause"

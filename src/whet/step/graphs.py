@@ -34,7 +34,7 @@ from whet.step.graph_safety import (
 from whet.step.loss import MicroLoss, clamp_weight, parse_loss
 from whet.step.rollback import BufferSnapshot
 from whet.step.static_inputs import StaticInputs, signature
-from whet.step.step import Outcome, Stepper, WrongReplayError, frozen
+from whet.step.step import Outcome, Stepper, WrongReplayError
 
 MAX_CAPTURED_SHAPES = 16
 """Maximum number of captured shapes; other shapes run eagerly. Each capture uses memory for its inputs and its graph.
@@ -148,7 +148,7 @@ class GraphedStepper(Stepper):
         self._set_ema_share(step)
         if is_checked or self.graph_obstacle is not None:
             return super().__call__(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
-        with self.device.compute_context(is_step=True), frozen(self._other_parameters):
+        with self.device.compute_context(is_step=True), self._freeze_others():
             return self._replay_or_run(loss, micro_batches, num_samples=num_samples, step=step)
 
     def release_graphs(self, reason: str) -> None:

@@ -6,7 +6,7 @@ exception is a checked step, which verifies the loss and the gradient before the
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -121,11 +121,8 @@ class Stepper:
         lists = [group["params"] for group in self.optimizer.param_groups]
         if len(lists) != len(self._lists) or not all(map(operator.is_, lists, self._lists)):
             self._follow_groups()
-        with self.device.compute_context(is_step=True):
-            if not self._other_parameters:
-                return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
-            with frozen(self._other_parameters):
-                return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
+        with self.device.compute_context(is_step=True), self._freeze_others():
+            return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
 
     def _follow_groups(self) -> None:
         """Read the optimizer's parameters again: a resume or the user (weight_norm) may have replaced them."""
@@ -135,6 +132,10 @@ class Stepper:
         positions = {parameter: position for position, parameter in enumerate(self.model.parameters())}
         parameters = [p for params in self._lists for p in params]
         self._parameters = sorted(parameters, key=lambda p: positions.get(p, len(positions)))
+
+    def _freeze_others(self) -> AbstractContextManager[object]:
+        """Return a context manager that sets requires_grad=False on the parameters of other optimizers."""
+        return _frozen(self._other_parameters) if self._other_parameters else _NOTHING
 
     def _step(
         self,
@@ -356,7 +357,7 @@ class Stepper:
 
 
 @contextmanager
-def frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Set requires_grad=False on these parameters inside the `with` block.
 
     backward(inputs=...) is no alternative: it would lose gradients with reentrant checkpointing.
@@ -369,6 +370,9 @@ def frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in changed:
             parameter.requires_grad_(True)
+
+
+_NOTHING = nullcontext()
 
 
 def _add_scalars(scalars: dict[str, Tensor], returned: Any, *, share: float) -> None:

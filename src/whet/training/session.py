@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FunctionType, TracebackType
+from types import CodeType, FunctionType, TracebackType
 from typing import Any, Literal, Never, Self
 
 from torch import Tensor, nn
@@ -167,7 +167,7 @@ class Session:
         )
         self._exit_stack = contextlib.ExitStack()
         self._phase = "new"
-        self._losses: dict[int, BatchLoss] = {}
+        self._losses: dict[CodeType | int, BatchLoss] = {}
         self._end_reason: str | None = None
 
     # --- __enter__ and __exit__ --------------------------------------------------------------------------------------
@@ -405,12 +405,12 @@ class Session:
         # Most loops pass the same functions in every step, or define them anew from the same code, so inspect their
         # signatures only once. A decorated function may have the signature of another one, and has attributes.
         is_plain = type(loss) is FunctionType and not loss.__dict__
-        key = id(loss.__code__) if is_plain else id(loss)
+        key = loss.__code__ if is_plain else id(loss)
         known = self._losses.get(key)
         if known is None:
             if len(self._losses) >= _MAX_LOSSES:
                 self._losses.clear()
-            # The stored object keeps a reference to the function, so its id and that of its code are not reused.
+            # The stored object keeps a reference to the function, so its id is not reused.
             known = self._losses[key] = adapt_loss(loss, self.model)
         elif known.function is not loss:
             known.function, known.is_observed = loss, False
