@@ -12,7 +12,7 @@ from simulated_step_bench import GRID, SimulatedStepBench, drifting, gaussian, h
 from whet.autotune.candidates import ABOUT, plan_with
 from whet.autotune.result import TuningResult, finish_estimate
 from whet.autotune.search import search
-from whet.autotune.step_bench import ProbeFailedError
+from whet.autotune.step_bench import LaunchFacts, ProbeFailedError
 from whet.base.units import GB
 from whet.machine.facts import Accelerator, CpuFacts, Machine, OperatingSystem, TorchFacts
 from whet.machine.known import load_machine
@@ -456,6 +456,80 @@ def test_simulated_settings_that_reuse_compiled_code_are_tried_on_it() -> None:
     actual = search(GPU_PLAN, bench, budget_seconds=25, compile_seconds=60)
     assert {"compile": "on", "optimizer_kernels": "foreach"}.items() <= actual.settings.items()
     assert len(compiled) <= 2, "there is no time to compile for other settings"
+
+
+# --- graphs ----------------------------------------------------------------------------------------------------------
+
+ONE_SHAPE_PLAN = make_plan(
+    load_machine("h200"),
+    Workload(recipe="net", num_parameters=10**8, global_batch_size=16, num_steps=50_000, activation_bytes=1000**2),
+    overrides={"precision": "bf16", "micro_batch": 16, "optimizer_kernels": "fused"},
+)
+BUSY = LaunchFacts(is_captured=False, share=0.34, obstacle="launching kernels takes 34 % of a step")
+WAITS = LaunchFacts(is_captured=False, obstacle="the step waits for the device, at model.py:7")
+
+
+def graph_trials(bench: SimulatedStepBench) -> list[tuple[str, str]]:
+    """The modes of compilation and capture that were prepared, besides what the first steps decide."""
+    plans = map(bench.planned, bench.prepared)
+    return [(str(p.compile), str(p.graph)) for p in plans if p.device == "cuda" and p.graph != "launch_bound"]
+
+
+def test_simulated_search_does_not_repeat_what_the_first_steps_decided() -> None:
+    assert ONE_SHAPE_PLAN.graph == "launch_bound"
+
+    def seconds(plan: Plan) -> float:
+        return faster_compiled(plan) / (1.05 if (plan.compile, plan.graph) == ("on", "on") else 1.0)
+
+    bench = SimulatedStepBench(ONE_SHAPE_PLAN, seconds, noise=gaussian(0.004), launches=lambda _: BUSY)
+    actual = search(ONE_SHAPE_PLAN, bench, budget_seconds=60)
+    # Compiled kernels are shorter, so a graph is tried on them.
+    assert graph_trials(bench) == [("on", "on")]
+    assert actual.settings == {"compile": "on", "graph": "on"}
+    tried = [trial.note for trial in actual.trials if trial.setting == "graph" and trial.verdict == "not tried"]
+    assert tried == ["graph=on: not tried, launching kernels takes 34 % of a step"]
+
+
+@pytest.mark.parametrize(
+    ("launches", "tried"),
+    [
+        (BUSY, []),
+        (WAITS, []),
+        (LaunchFacts(is_captured=False, share=0.6, obstacle="launching kernels takes 60 % of a step"), ["on"]),
+        (LaunchFacts(is_captured=True, share=0.9), ["off"]),
+        (LaunchFacts(), ["on", "off"]),
+    ],
+)
+def test_simulated_graphs_are_tried_where_they_may_gain(launches: LaunchFacts, tried: list[str]) -> None:
+    bench = SimulatedStepBench(ONE_SHAPE_PLAN, lambda _: 0.05, noise=gaussian(0.01), launches=lambda _: launches)
+    actual = search(ONE_SHAPE_PLAN, bench, budget_seconds=60)
+    assert [graph for _, graph in graph_trials(bench)] == tried
+    assert len([trial for trial in actual.trials if trial.setting == "graph"]) == (len(tried) or 1)
+
+
+def test_simulated_graph_of_compiled_code_is_tried_although_eager_steps_wait() -> None:
+    """The step reads a value of the device, and compiled code does not. It is tried once more, not after every gain."""
+    plan = make_plan(
+        ONE_SHAPE_PLAN.machine,
+        ONE_SHAPE_PLAN.workload.model_copy(update={"num_steps": 900}),
+        overrides={"precision": "bf16", "micro_batch": 16},
+    )
+    plan = plan_with(plan, {"graph": "off"})
+
+    def seconds(plan: Plan) -> float:
+        kernels = {"fused": 1.0, "foreach": 0.8, "loop": 0.7}[str(plan.optimizer_kernels)]
+        return faster_compiled(plan) * kernels / (1.5 if plan.graph == "on" else 1.0)
+
+    def failure(plan: Plan):
+        return "unsupported" if (plan.graph, plan.compile) == ("on", "off") else None
+
+    bench = SimulatedStepBench(plan, seconds, noise=gaussian(0.004), failure=failure)
+    actual = search(plan, bench, budget_seconds=60)
+    assert graph_trials(bench).count(("off", "on")) == 1
+    assert actual.settings.items() >= {"compile": "on", "graph": "on"}.items()
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
 
 
 def test_simulated_gpu_compiles_blocks_if_the_whole_model_takes_too_long() -> None:

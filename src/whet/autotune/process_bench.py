@@ -12,7 +12,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from whet.autotune.candidates import predicted_bytes
-from whet.autotune.step_bench import FailureKind, PreparedStep, ProbeFailedError, Settings, SettingsAgreement, StepBench
+from whet.autotune.step_bench import (
+    FailureKind,
+    LaunchFacts,
+    PreparedStep,
+    ProbeFailedError,
+    Settings,
+    SettingsAgreement,
+    StepBench,
+)
 from whet.base.errors import WhetError
 from whet.base.units import format_bytes
 from whet.base.worker import (
@@ -192,6 +200,7 @@ class ProcessPreparedStep:
         self._process_number = bench.num_restarts
         self._slowest = 0.0
         self._peak_bytes: int | None = None
+        self.launches = LaunchFacts()
 
     def prepare(self, seconds: float) -> None:
         """Prepare the settings in the child, within `seconds`. Raise ProbeFailedError on failure."""
@@ -200,6 +209,7 @@ class ProcessPreparedStep:
         )
         self.preparation_seconds, self.step_seconds = float(response["seconds"]), float(response["step"])
         self._peak_bytes = response["bytes"]
+        self.launches = LaunchFacts(**response["launches"])
         self._process_number = self._bench.num_restarts
 
     def step(self, index: int) -> float:
@@ -256,7 +266,12 @@ def _respond(bench: StepBench, prepared: dict[int, PreparedStep], request: dict[
                 return {"agreement": asdict(bench.agreement(request["settings"], seconds=request["seconds"]))}
             case "prepare":
                 ready = prepared[number] = bench.prepare(request["settings"], seconds=request["seconds"])
-                return {"seconds": ready.preparation_seconds, "step": ready.step_seconds, "bytes": ready.peak_bytes()}
+                return {
+                    "seconds": ready.preparation_seconds,
+                    "step": ready.step_seconds,
+                    "bytes": ready.peak_bytes(),
+                    "launches": asdict(ready.launches),
+                }
             case "step":
                 seconds = prepared[number].step(request["index"])
                 return {"seconds": seconds, "bytes": prepared[number].peak_bytes()}

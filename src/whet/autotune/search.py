@@ -99,14 +99,13 @@ def search(
 
 
 def _search(context: SearchContext) -> TuningResult:
-    plan, budget = context.rule_plan, context.budget
     context.progress.begin("the rules' plan")
     try:
-        base = context.prepare({}, seconds=_FIRST_SHARE * budget.seconds)
+        base = context.prepare({}, seconds=_FIRST_SHARE * context.budget.seconds)
     except ProbeFailedError as error:
         note = f"nothing was measured: the rule-based plan itself could not be tried ({error.kind}: {error.reason})"
-        return TuningResult(spent_seconds=budget.spent, summary=(note,))
-    state = _SearchState(context=context, base=base, best=base, seen={_fingerprint(plan)})
+        return TuningResult(spent_seconds=context.budget.spent, summary=(note,))
+    state = _SearchState(context=context, base=base, best=base, seen=_fingerprints(context, base))
     try:
         _climb(state)
         return _confirm(state)
@@ -127,6 +126,8 @@ class _SearchState:
     trials: list[TuneTrial] = field(default_factory=list)
     speedups: dict[frozenset[tuple[str, Scalar]], float] = field(default_factory=dict)
     """Latest speedup of each change that lost."""
+    unsupported: set[frozenset[tuple[str, Scalar]]] = field(default_factory=set)
+    """Changes that the bench could not run with the best settings."""
     skipped: list[PlanCandidate] = field(default_factory=list)
     """Candidates that were skipped for lack of time."""
     retry_above: float = _RETRY_ABOVE
@@ -246,7 +247,9 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
     state.seen.add(_fingerprint(context.plan_with(apply_candidate(best.settings, candidate))))
     ruled_out = rule_out(context, best, candidate)
     if ruled_out is not None:
-        state.trials.append(ruled_out)
+        # The same reason may hold for several best settings.
+        if ruled_out.note not in {trial.note for trial in state.trials}:
+            state.trials.append(ruled_out)
         return
     # Reserve time to restart: after an aborted trial, the best settings must be prepared again.
     left = state.until - context.bench.clock() - state.recovery_seconds
@@ -273,11 +276,19 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
     if winner is None:
         is_unusable = trial.verdict in ("failed", "disagrees")
         state.speedups[frozenset(candidate.changes.items())] = 0.0 if is_unusable else speedup
+        if trial.verdict == "not tried":
+            state.unsupported.add(frozenset(candidate.changes.items()))
         return
     # The previous value is now an alternative, which lost by the inverse of the winner's speedup.
     state.speedups[frozenset((name, best.plan.settings[name].value) for name in candidate.changes)] = 1 / speedup
     best.prepared.close()
     state.best = winner
+    state.seen |= _fingerprints(context, winner)
+    if candidate.setting == "compile":
+        # Compiled code may be captured even if the model's own code waits for the device.
+        for changes in state.unsupported:
+            if "graph" in dict(changes):
+                state.speedups.pop(changes, None)
 
 
 def _confirm(state: _SearchState) -> TuningResult:
@@ -429,6 +440,18 @@ def _last_step_seconds(state: _SearchState, kept: PreparedSettings) -> float:
             if seconds is not None:
                 return seconds
     return kept.prepared.step_seconds
+
+
+def _fingerprints(context: SearchContext, ready: PreparedSettings) -> set[tuple[object, ...]]:
+    """Return the fingerprints of prepared settings, and of those that run the same steps.
+
+    With graph=launch_bound, the first steps have decided whether steps are captured. The same value as a setting would
+    be measured again.
+    """
+    found, is_captured = {_fingerprint(ready.plan)}, ready.prepared.launches.is_captured
+    if ready.plan.graph == "launch_bound" and is_captured is not None:
+        found.add(_fingerprint(context.plan_with({**ready.settings, "graph": "on" if is_captured else "off"})))
+    return found
 
 
 def _fingerprint(plan: Plan) -> tuple[object, ...]:
