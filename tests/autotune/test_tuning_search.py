@@ -10,7 +10,7 @@ from amounts import amount
 from paths import ReportCount
 from simulated_step_bench import GRID, SimulatedStepBench, drifting, gaussian, heavy_tailed, landscape, periodic
 from whet.autotune.candidates import ABOUT, plan_with
-from whet.autotune.result import TuningResult, finish_estimate
+from whet.autotune.result import TuningResult, cuda_budget_seconds, finish_estimate
 from whet.autotune.search import search
 from whet.autotune.step_bench import LaunchFacts, ProbeFailedError
 from whet.base.units import GB
@@ -540,6 +540,29 @@ def test_simulated_gpu_compiles_blocks_if_the_whole_model_takes_too_long() -> No
     actual = search(GPU_PLAN, bench, budget_seconds=60, compile_seconds=60)
     assert of(actual, "compile") == ["cut off", "faster"]
     assert actual.settings["compile"] == "blocks"
+
+
+@pytest.mark.parametrize(("compiled", "expected"), [(0.0016, "faster"), (0.00193, "not worth it")])
+def test_simulated_short_run_on_a_gpu_compiles_if_that_pays(compiled: float, expected: str) -> None:
+    """A run of 200 s. Compiling takes 8 s, and comparing the code another 4 s."""
+    plan = make_plan(
+        load_machine("h200"),
+        ONE_SHAPE_PLAN.workload.model_copy(update={"num_steps": 100_000}),
+        overrides={"precision": "bf16", "micro_batch": 16, "optimizer_kernels": "fused", "device": "cuda"},
+    )
+    budget, compile_seconds = cuda_budget_seconds(200)
+    bench = SimulatedStepBench(
+        plan,
+        lambda p: compiled if p.compile == "on" else 0.002,
+        preparation=lambda p: 8.0 if p.compile != "off" else 0.1,
+        noise=gaussian(0.004),
+        launches=lambda _: BUSY,
+        check_seconds=1.0,
+    )
+    actual = search(plan, bench, budget_seconds=budget, compile_seconds=compile_seconds)
+    assert of(actual, "compile")[0] == expected
+    assert (actual.settings.get("compile") == "on") == (expected == "faster")
+    assert bench.now <= 1.1 * 20
 
 
 def test_simulated_compiled_code_that_differs_is_not_used() -> None:

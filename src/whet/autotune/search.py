@@ -46,8 +46,10 @@ _FIRST_SHARE = 0.5
 # it.
 _TRIAL_SHARE = 0.34
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
-# Maximum fraction of that time for the first of two ways to compile, so that there is time for the second.
+# Maximum fraction of that time for the first of two ways to compile, so that there is time for the second. A GPU with
+# less than these seconds gets all of them for the first one, because a part of them would be too short for both.
 _FIRST_COMPILE_SHARE = 0.5
+_MIN_SHARED_SECONDS_GPU = 30.0
 # GPU precisions to skip once the other one was tried. On tensor cores, bf16 is as fast as fp16 and needs no loss
 # scaling; tf32 is faster than fp32.
 _AS_FAST = {"fp16": "bf16", "fp32": "tf32"}
@@ -264,8 +266,10 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
     if left < expected + checking + 6 * best.prepared.step_seconds:
         state.skipped.append(candidate)
         return
+    prepare_seconds = left - checking
     is_first = candidate.setting == "compile" and not any(trial.setting == "compile" for trial in state.trials)
-    prepare_seconds = min(left - checking, _FIRST_COMPILE_SHARE * left if is_first else left)
+    if is_first and (device_kind(best.plan) == "cpu" or left >= _MIN_SHARED_SECONDS_GPU):
+        prepare_seconds = min(prepare_seconds, _FIRST_COMPILE_SHARE * left)
     if candidate.setting not in _SLOW_TO_PREPARE:
         usual = 3 * base.preparation_seconds + _PATIENT_STEPS * best.prepared.step_seconds
         least = _MIN_PREPARE_SECONDS if device_kind(best.plan) == "cpu" else _MIN_PREPARE_SECONDS_GPU

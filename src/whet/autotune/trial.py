@@ -155,8 +155,10 @@ def _why_graph_cannot_win(best: PreparedSettings, candidate: PlanCandidate) -> s
 
 def check_seconds(best: PreparedSettings, candidate: PlanCandidate) -> float:
     """Return the time to reserve for comparing compiled code with the model's own code; 0 for other candidates."""
-    if candidate.setting != "compile":
-        return 0.0
+    return _check_seconds(best) if candidate.setting == "compile" else 0.0
+
+
+def _check_seconds(best: PreparedSettings) -> float:
     least = _MIN_CHECK_SECONDS.get(device_kind(best.plan), _MIN_CHECK_SECONDS_GPU)
     return max(least, _CHECK_STEPS * best.prepared.step_seconds)
 
@@ -311,12 +313,18 @@ def _is_likely(timing: PairedTiming) -> bool:
 
 
 def break_even(ready: PreparedSettings, against: PreparedSettings, timing: PairedTiming) -> BreakEven:
-    """Return the additional preparation time of settings and the time that they save in each step."""
+    """Return the additional preparation time of settings and the time that they save in each step.
+
+    On a GPU, the comparison of compiled code with the model's own code counts too: the run makes it again.
+    """
     result = timing.estimate
     # Use the ratios within pairs: on a busy machine, the medians of both sides may stem from different moments.
     saved = timing.baseline_seconds * (1 - 1 / result.speedup) if result else 0.0
+    cost = ready.prepared.preparation_seconds - against.prepared.preparation_seconds
+    if ready.plan.compile != "off" and against.plan.compile == "off" and device_kind(ready.plan) != "cpu":
+        cost += _check_seconds(against)
     return BreakEven(
-        cost_seconds=max(0.0, ready.prepared.preparation_seconds - against.prepared.preparation_seconds),
+        cost_seconds=max(0.0, cost),
         saved_seconds=saved,
         num_steps=ready.plan.workload.num_steps,
     )

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from whet.autotune import cache
 from whet.autotune.candidates import candidates, device_kind
-from whet.autotune.result import TuningResult, budget_seconds, compile_budget_seconds
+from whet.autotune.result import TuningResult, budget_seconds, compile_budget_seconds, cuda_budget_seconds
 from whet.autotune.search import search
 from whet.autotune.statistics import steps_per_visit
 from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, StepBench, TuningProgress
@@ -49,7 +49,7 @@ MIN_BUDGET_SECONDS = 5.0
 _BATCH_SHARE = 1 / 3
 """Maximum fraction of a tuning budget for finding the global batch size."""
 _MIN_SHIPPING_SECONDS = 15.0
-"""Minimum budget in seconds for another process: with less, starting it would leave no time to compile."""
+"""Minimum budget in seconds for another process: with less, starting it would leave no time for trials."""
 _MAX_START_SHARE = 1 / 4
 """Maximum fraction of the budget for starting another process. Beyond it, this process measures instead."""
 _MIN_SEARCH_SHARE = 1 / 2
@@ -262,6 +262,9 @@ def _measure(
         preparation_seconds, step_seconds = _time_steps(bench, config.on_event)
         seconds = preparation_seconds + num_steps * step_seconds
         budget = budget_seconds(seconds)
+        compile_budget = compile_budget_seconds(seconds) if budget >= _MIN_SHIPPING_SECONDS else 0.0
+        if device_kind(plan) == "cuda":
+            budget, compile_budget = cuda_budget_seconds(seconds)
         length = f"about {format_seconds(seconds)}" if seconds >= 1 else "less than a second"
         is_too_short = budget < MIN_BUDGET_SECONDS
         more = untried_note(plan) if seconds >= _MIN_SECONDS_TO_ADVISE else ""
@@ -272,7 +275,6 @@ def _measure(
         )
         if is_too_short:
             return None
-        compile_budget = compile_budget_seconds(seconds) if budget >= _MIN_SHIPPING_SECONDS else 0.0
         more = f", and {format_seconds(compile_budget)} to compile" if compile_budget else ""
         limit = f"{format_seconds(budget)} at most{more}; this run would take {length}"
         emit_event(config.on_event, "measuring", {"message": f"measuring which plan is fastest, {limit}"})
@@ -335,7 +337,7 @@ def _search(
     """Search in a separate process, where a compilation can be killed, or in this one if the run cannot be sent."""
     if budget < _MIN_SHIPPING_SECONDS:
         with local_bench(config, loss, plan) as local:
-            return search(plan, local, budget_seconds=budget, on_progress=watch)
+            return search(plan, local, budget_seconds=budget, compile_seconds=compile_budget, on_progress=watch)
     start, is_shipped = time.perf_counter(), True
     with ExitStack() as stack:
         try:
