@@ -215,6 +215,26 @@ def test_short_run_reports_that_it_is_not_measured():
     assert logged[0].endswith(", too short to measure which settings are fastest")
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", (6.0, 14.0)), ("cpu", (6.0, 0.0))])
+def test_run_of_three_minutes_may_compile_on_a_gpu(monkeypatch, kind, expected):
+    """Simulated: the plan is for a GPU."""
+    searched: list[dict[str, object]] = []
+
+    def search(_config, _loss, _plan, **options):
+        searched.append(options)
+        return TuningResult(summary=("nothing",))
+
+    monkeypatch.setattr(tune, "device_kind", lambda _: kind)
+    monkeypatch.setattr(tune, "_time_steps", lambda *_: (200.0, 0.0))
+    monkeypatch.setattr(tune, "_search", search)
+    logged: list[str] = []
+    session = a_session(a_model(), logged=logged, epochs=40)
+    tune.with_measured_plan(session.config, Loss(session.model))
+    ((budget, compiling),) = [(options["budget"], options["compile_budget"]) for options in searched]
+    assert (budget, compiling) == pytest.approx(expected)
+    assert ("and 14 s to compile" in logged[1]) == (kind == "cuda")
+
+
 def test_run_of_a_minute_says_what_tuning_could_try(monkeypatch):
     monkeypatch.setattr(tune, "_time_steps", lambda *_: (0.0, 61.0 / 160))
     logged: list[str] = []

@@ -14,7 +14,7 @@ import pytest
 from faulty_step_benches import HANGS_SECONDS
 from paths import SUPPORT
 from whet.autotune.process_bench import ProcessStepBench
-from whet.autotune.step_bench import ProbeFailedError
+from whet.autotune.step_bench import LaunchFacts, ProbeFailedError
 from whet.base import env
 from whet.base.errors import UsageError, WhetError
 
@@ -41,6 +41,7 @@ def test_process_bench_returns_the_results_of_its_child(bench):
     assert not bench.agreement({"precision": "bf16"}, seconds=PATIENCE_SECONDS).agrees
     prepared = bench.prepare({"misdeed": "prints"}, seconds=PATIENCE_SECONDS)
     assert (prepared.preparation_seconds, prepared.step_seconds) == (0.5, 0.1)
+    assert prepared.launches == LaunchFacts(is_captured=False, share=0.34, obstacle="the device is busy")
     assert prepared.step(2) == 2.1
     assert prepared.peak_bytes() == 7
     prepared.close()

@@ -19,6 +19,7 @@ from whet.autotune.result import (
     ConfirmedGain,
     TuningResult,
     budget_seconds,
+    cuda_budget_seconds,
     finish_seconds,
     measured_settings,
 )
@@ -186,6 +187,15 @@ def test_finish_time_includes_preparation() -> None:
     assert finish_seconds(preparation=2, step=0.5, num_steps=10) == 7
     assert (budget_seconds(100), budget_seconds(10_000)) == (3.0, 60.0)
     assert budget_seconds(1e6, most=300) == 300
+
+
+@pytest.mark.parametrize("run_seconds", [120, 150, 200, 499, 501, 3_000, 100_000])
+def test_measuring_and_compiling_on_a_gpu_take_at_most_a_tenth_of_a_run(run_seconds: float) -> None:
+    budget, compiling = cuda_budget_seconds(run_seconds)
+    assert budget >= 5
+    assert compiling >= 5
+    assert budget + compiling <= 0.1 * run_seconds + 1e-9
+    assert cuda_budget_seconds(119)[1] == 0.0
 
 
 # --- memory limits ---------------------------------------------------------------------------------------------------

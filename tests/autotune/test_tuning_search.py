@@ -10,9 +10,9 @@ from amounts import amount
 from paths import ReportCount
 from simulated_step_bench import GRID, SimulatedStepBench, drifting, gaussian, heavy_tailed, landscape, periodic
 from whet.autotune.candidates import ABOUT, plan_with
-from whet.autotune.result import TuningResult, finish_estimate
+from whet.autotune.result import TuningResult, cuda_budget_seconds, finish_estimate
 from whet.autotune.search import search
-from whet.autotune.step_bench import ProbeFailedError
+from whet.autotune.step_bench import LaunchFacts, ProbeFailedError
 from whet.base.units import GB
 from whet.machine.facts import Accelerator, CpuFacts, Machine, OperatingSystem, TorchFacts
 from whet.machine.known import load_machine
@@ -458,6 +458,80 @@ def test_simulated_settings_that_reuse_compiled_code_are_tried_on_it() -> None:
     assert len(compiled) <= 2, "there is no time to compile for other settings"
 
 
+# --- graphs ----------------------------------------------------------------------------------------------------------
+
+ONE_SHAPE_PLAN = make_plan(
+    load_machine("h200"),
+    Workload(recipe="net", num_parameters=10**8, global_batch_size=16, num_steps=50_000, activation_bytes=1000**2),
+    overrides={"precision": "bf16", "micro_batch": 16, "optimizer_kernels": "fused"},
+)
+BUSY = LaunchFacts(is_captured=False, share=0.34, obstacle="launching kernels takes 34 % of a step")
+WAITS = LaunchFacts(is_captured=False, obstacle="the step waits for the device, at model.py:7")
+
+
+def graph_trials(bench: SimulatedStepBench) -> list[tuple[str, str]]:
+    """The modes of compilation and capture that were prepared, besides what the first steps decide."""
+    plans = map(bench.planned, bench.prepared)
+    return [(str(p.compile), str(p.graph)) for p in plans if p.device == "cuda" and p.graph != "launch_bound"]
+
+
+def test_simulated_search_does_not_repeat_what_the_first_steps_decided() -> None:
+    assert ONE_SHAPE_PLAN.graph == "launch_bound"
+
+    def seconds(plan: Plan) -> float:
+        return faster_compiled(plan) / (1.05 if (plan.compile, plan.graph) == ("on", "on") else 1.0)
+
+    bench = SimulatedStepBench(ONE_SHAPE_PLAN, seconds, noise=gaussian(0.004), launches=lambda _: BUSY)
+    actual = search(ONE_SHAPE_PLAN, bench, budget_seconds=60)
+    # Compiled kernels are shorter, so a graph is tried on them.
+    assert graph_trials(bench) == [("on", "on")]
+    assert actual.settings == {"compile": "on", "graph": "on"}
+    tried = [trial.note for trial in actual.trials if trial.setting == "graph" and trial.verdict == "not tried"]
+    assert tried == ["graph=on: not tried, launching kernels takes 34 % of a step"]
+
+
+@pytest.mark.parametrize(
+    ("launches", "tried"),
+    [
+        (BUSY, []),
+        (WAITS, []),
+        (LaunchFacts(is_captured=False, share=0.6, obstacle="launching kernels takes 60 % of a step"), ["on"]),
+        (LaunchFacts(is_captured=True, share=0.9), ["off"]),
+        (LaunchFacts(), ["on", "off"]),
+    ],
+)
+def test_simulated_graphs_are_tried_where_they_may_gain(launches: LaunchFacts, tried: list[str]) -> None:
+    bench = SimulatedStepBench(ONE_SHAPE_PLAN, lambda _: 0.05, noise=gaussian(0.01), launches=lambda _: launches)
+    actual = search(ONE_SHAPE_PLAN, bench, budget_seconds=60)
+    assert [graph for _, graph in graph_trials(bench)] == tried
+    assert len([trial for trial in actual.trials if trial.setting == "graph"]) == (len(tried) or 1)
+
+
+def test_simulated_graph_of_compiled_code_is_tried_although_eager_steps_wait() -> None:
+    """The step reads a value of the device, and compiled code does not. It is tried once more, not after every gain."""
+    plan = make_plan(
+        ONE_SHAPE_PLAN.machine,
+        ONE_SHAPE_PLAN.workload.model_copy(update={"num_steps": 900}),
+        overrides={"precision": "bf16", "micro_batch": 16},
+    )
+    plan = plan_with(plan, {"graph": "off"})
+
+    def seconds(plan: Plan) -> float:
+        kernels = {"fused": 1.0, "foreach": 0.8, "loop": 0.7}[str(plan.optimizer_kernels)]
+        return faster_compiled(plan) * kernels / (1.5 if plan.graph == "on" else 1.0)
+
+    def failure(plan: Plan):
+        return "unsupported" if (plan.graph, plan.compile) == ("on", "off") else None
+
+    bench = SimulatedStepBench(plan, seconds, noise=gaussian(0.004), failure=failure)
+    actual = search(plan, bench, budget_seconds=60)
+    assert graph_trials(bench).count(("off", "on")) == 1
+    assert actual.settings.items() >= {"compile": "on", "graph": "on"}.items()
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+
 def test_simulated_gpu_compiles_blocks_if_the_whole_model_takes_too_long() -> None:
     takes = {"off": 0.2, "blocks": 8.0, "on": 1000.0}
     bench = SimulatedStepBench(
@@ -466,6 +540,29 @@ def test_simulated_gpu_compiles_blocks_if_the_whole_model_takes_too_long() -> No
     actual = search(GPU_PLAN, bench, budget_seconds=60, compile_seconds=60)
     assert of(actual, "compile") == ["cut off", "faster"]
     assert actual.settings["compile"] == "blocks"
+
+
+@pytest.mark.parametrize(("compiled", "expected"), [(0.0016, "faster"), (0.00193, "not worth it")])
+def test_simulated_short_run_on_a_gpu_compiles_if_that_pays(compiled: float, expected: str) -> None:
+    """A run of 200 s. Compiling takes 8 s, and comparing the code another 4 s."""
+    plan = make_plan(
+        load_machine("h200"),
+        ONE_SHAPE_PLAN.workload.model_copy(update={"num_steps": 100_000}),
+        overrides={"precision": "bf16", "micro_batch": 16, "optimizer_kernels": "fused", "device": "cuda"},
+    )
+    budget, compile_seconds = cuda_budget_seconds(200)
+    bench = SimulatedStepBench(
+        plan,
+        lambda p: compiled if p.compile == "on" else 0.002,
+        preparation=lambda p: 8.0 if p.compile != "off" else 0.1,
+        noise=gaussian(0.004),
+        launches=lambda _: BUSY,
+        check_seconds=1.0,
+    )
+    actual = search(plan, bench, budget_seconds=budget, compile_seconds=compile_seconds)
+    assert of(actual, "compile")[0] == expected
+    assert (actual.settings.get("compile") == "on") == (expected == "faster")
+    assert bench.now <= 1.1 * 20
 
 
 def test_simulated_compiled_code_that_differs_is_not_used() -> None:

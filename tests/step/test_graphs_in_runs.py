@@ -220,6 +220,7 @@ def test_a_step_bench_measures_graphs_and_reports_why_it_cannot(graphs):
         with pytest.raises(ProbeFailedError) as failed:
             rig.prepare({"graph": "on"}, seconds=30)
         assert "waits for the device" in failed.value.reason
+        assert failed.value.kind == "unsupported"
     assert_same(model.state_dict(), before)
 
 
@@ -237,6 +238,10 @@ def test_a_step_bench_prepares_slow_steps_with_few_of_them(
         prepared = rig.prepare({"graph": graph, "micro_batch": 16}, seconds=60)
         assert prepared._number <= num_steps
         stepper = prepared._built.stepper
+        decided = {"off": None, "on": True, "launch_bound": num_captured > 0}[graph]
+        assert prepared.launches.is_captured is decided
+        assert (prepared.launches.share is not None) == (graph == "launch_bound")
+        assert (prepared.launches.obstacle or "").startswith("launching kernels") == (decided is False)
         assert getattr(stepper, "num_captured", 0) == num_captured
         if num_captured:
             assert stepper.num_replays >= 5

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any, ClassVar
 
-from whet.autotune.step_bench import ProbeFailedError, SettingsAgreement
+from whet.autotune.step_bench import LaunchFacts, ProbeFailedError, SettingsAgreement
 from whet.base.errors import UsageError
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
@@ -68,6 +68,7 @@ class FaultyStepBench:
 class Prepared:
     preparation_seconds = 0.5
     step_seconds = 0.1
+    launches = LaunchFacts(is_captured=False, share=0.34, obstacle="the device is busy")
 
     def __init__(self, settings) -> None:
         self._settings = settings

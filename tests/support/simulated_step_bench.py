@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from whet.autotune.candidates import plan_with
-from whet.autotune.step_bench import FailureKind, ProbeFailedError, Settings, SettingsAgreement
+from whet.autotune.step_bench import FailureKind, LaunchFacts, ProbeFailedError, Settings, SettingsAgreement
 from whet.plan.plan import Plan, make_plan
 
 Noise = Callable[[float, random.Random], float]
@@ -43,6 +43,10 @@ class SimulatedPreparedStep:
     preparation_seconds: float
     step_seconds: float
     is_closed: bool = False
+
+    @property
+    def launches(self) -> LaunchFacts:
+        return self.bench.launches(self.bench.planned(self.settings))
 
     def step(self, index: int) -> float:
         assert not self.is_closed, "a step after the end"
@@ -82,6 +86,7 @@ class SimulatedStepBench:
     check_seconds: float = 0.0
     failure: Callable[[Plan], FailureKind | None] = lambda _plan: None
     """How preparing fails; a "timeout" uses all the seconds it was given."""
+    launches: Callable[[Plan], LaunchFacts] = lambda _plan: LaunchFacts()
     ends_at: float | None = None
     tick: Callable[[], None] | None = None
     recovery_seconds: float = 0.0
@@ -145,7 +150,7 @@ class SimulatedStepBench:
             raise ProbeFailedError(f"no answer within {seconds:.1f} s", kind="timeout")
         if kind is not None:
             self.now += min(seconds, self.preparation(plan))
-            self._is_down = True
+            self._is_down = kind != "unsupported"
             raise ProbeFailedError("simulated", kind=kind)
         self.now += self.preparation(plan) + step
         self.alive += 1

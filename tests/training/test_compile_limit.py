@@ -56,6 +56,15 @@ def hang(graph, _):
             continue
 
 
+def test_a_gpu_needs_less_time_to_compile(monkeypatch):
+    """Simulated: the plan is for a GPU."""
+    with a_bench(Mean()) as bench:
+        assert bench._limit_obstacle(6.0) == "6 s are too few to compile in"
+        monkeypatch.setattr(step_bench, "device_kind", lambda _: "cuda")
+        assert bench._limit_obstacle(6.0) is None
+        assert bench._limit_obstacle(4.0) == "4 s are too few to compile in"
+
+
 class Mean(nn.Module):
     def __init__(self, *, is_fixed: bool = False) -> None:
         super().__init__()

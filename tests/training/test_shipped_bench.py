@@ -17,9 +17,14 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import whet
+from whet.autotune import process_bench
 from whet.autotune.step_bench import ProbeFailedError
 from whet.base.errors import WhetError
+from whet.base.units import GB
 from whet.machine.facts import SystemState
+from whet.machine.known import load_machine
+from whet.plan.plan import make_plan
+from whet.plan.workload import Workload
 from whet.training import shipped_bench as shipping
 from whet.training import tune
 from whet.training.shipped_bench import NotShippedError, ShippedTraining, pack, shipped_bench
@@ -403,6 +408,54 @@ def test_search_runs_in_the_process_and_changes_nothing_here(short_search, monke
     assert not tried & {"workers", "prefetch", "data_location"}
     assert all(name not in plan.overrides for name in ("workers", "prefetch", "data_location"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("ends", ["measured", "other variables", "too short", "cannot be sent"])
+def test_process_that_was_started_early_is_used_or_ended(short_search, monkeypatch, ends):
+    """Simulated: the plan is for a GPU."""
+    processes, started = [], []
+    real_worker, real_start = process_bench.JsonWorker, tune.start_early
+
+    def start_early(model):
+        started.append(real_start(model))
+        if ends == "other variables":
+            monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
+        return started[-1]
+
+    def worker(*arguments, **options):
+        processes.append(real_worker(*arguments, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(process_bench, "JsonWorker", worker)
+    monkeypatch.setattr(tune, "start_early", start_early)
+    monkeypatch.setattr(tune, "_may_start_early", lambda *_: True)
+    monkeypatch.setattr(tune, "budget_seconds", lambda _: 1.0 if ends == "too short" else 60.0)
+    model = a_net()
+    held = io.TextIOWrapper(io.BytesIO()) if ends == "cannot be sent" else None
+
+    def loss(batch):
+        assert held is None or not held.closed
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    plan, logged = tuned(model, loss)
+    assert len(started) == 1
+    assert len(processes) == (2 if ends == "other variables" else 1)
+    assert any("measured in this process" in line for line in logged) == (ends == "cannot be sent"), logged
+    assert (plan is None) == (ends == "too short"), logged
+    assert all(process.wait(0) is not None for process in processes), "a process is left"
+
+
+def test_process_is_started_early_where_it_does_not_disturb(monkeypatch):
+    h200, small = load_machine("h200"), Workload(recipe="net", num_parameters=10**6, global_batch_size=16)
+    plan = make_plan(h200, small, overrides={"device": "cuda"})
+    monkeypatch.setattr(tune, "read_system_state", lambda: SystemState(memory_available_bytes=16 * GB))
+    assert tune._may_start_early(plan, 20_000)
+    assert not tune._may_start_early(plan, 19_999)
+    assert not tune._may_start_early(make_plan(h200, small, overrides={"device": "cpu"}), 20_000)
+    few = h200.model_copy(update={"cpu": h200.cpu.model_copy(update={"logical_cores": 2})})
+    assert not tune._may_start_early(make_plan(few, small, overrides={"device": "cuda"}), 20_000)
+    monkeypatch.setattr(tune, "read_system_state", lambda: SystemState(memory_available_bytes=4 * GB))
+    assert not tune._may_start_early(plan, 20_000)
 
 
 @pytest.mark.slow

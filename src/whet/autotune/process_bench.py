@@ -5,14 +5,25 @@ included.
 """
 
 import contextlib
+import importlib
+import queue
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 from whet.autotune.candidates import predicted_bytes
-from whet.autotune.step_bench import FailureKind, PreparedStep, ProbeFailedError, Settings, SettingsAgreement, StepBench
+from whet.autotune.step_bench import (
+    FailureKind,
+    LaunchFacts,
+    PreparedStep,
+    ProbeFailedError,
+    Settings,
+    SettingsAgreement,
+    StepBench,
+)
 from whet.base.errors import WhetError
 from whet.base.units import format_bytes
 from whet.base.worker import (
@@ -32,11 +43,54 @@ START_SECONDS = 120.0
 _STEP_SECONDS = 30.0
 
 
+class EarlyProcess:
+    """A child process that imports modules before its bench is known. Close it if no bench takes it over."""
+
+    def __init__(
+        self, imports: Sequence[str], *, environment: Mapping[str, str] | None = None, max_bytes: int | None = None
+    ) -> None:
+        self._environment, self._paths = environment, [*sys.path]
+        self._payload: queue.SimpleQueue[Iterable[bytes]] = queue.SimpleQueue()
+        self._worker: JsonWorker | None = JsonWorker(
+            "whet.autotune.process_bench:serve_later",
+            {"imports": list(imports)},
+            environment=environment,
+            max_bytes=max_bytes,
+            payload=self._chunks(),
+        )
+
+    def take(
+        self, start: Mapping[str, Any], payload: Iterable[bytes], *, environment: Mapping[str, str] | None
+    ) -> JsonWorker | None:
+        """Send what a bench process starts with, and return the worker.
+
+        Return None if it was taken or closed before, or if another process would now get other variables or paths.
+        """
+        if (environment, sys.path) != (self._environment, self._paths):
+            self.close()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._payload.put(payload)
+            worker.send(start)
+        return worker
+
+    def close(self) -> None:
+        """End the process, unless a bench has taken it over."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._payload.put(())
+            worker.close()
+
+    def _chunks(self) -> Iterator[bytes]:
+        yield from self._payload.get()
+
+
 class ProcessStepBench:
     """Runs a StepBench in a child process and restarts the process after a failure.
 
     `target` is a "module:function" that takes `arguments` and returns a context manager of a StepBench. With a
-    `payload`, it also takes a stream of these bytes, which are sent to every new process.
+    `payload`, it also takes a stream of these bytes, which are sent to every new process. The first process is `early`,
+    if there is one.
     """
 
     def __init__(
@@ -47,8 +101,10 @@ class ProcessStepBench:
         environment: Mapping[str, str] | None = None,
         max_bytes: int | None = None,
         payload: Iterable[bytes] | None = None,
+        early: EarlyProcess | None = None,
     ) -> None:
         self._payload = payload
+        self._early = early
         self._target, self._arguments = target, dict(arguments)
         self._environment = environment
         self._max_bytes = max_bytes
@@ -57,14 +113,14 @@ class ProcessStepBench:
         """Number of processes that have ended. Steps that were prepared in them are lost."""
         self.about: dict[str, Any] = {}
         self._num_prepared = 0
-        self._start_seconds = 0.0
+        self._start_seconds = self._import_seconds = 0.0
         self.ends_at: float | None = None
         self.tick: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         start = self.clock()
         self.plan: Plan = self._start()
-        self._start_seconds = self.clock() - start
+        self._start_seconds = self.clock() - start + self._import_seconds
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -129,16 +185,26 @@ class ProcessStepBench:
         return response
 
     def _start(self) -> Plan:
-        self._worker = JsonWorker(
-            "whet.autotune.process_bench:serve",
-            {"target": self._target, "arguments": self._arguments},
-            environment=self._environment,
-            max_bytes=self._max_bytes,
-            payload=self._payload,
+        start = {"target": self._target, "arguments": self._arguments}
+        self._worker = (
+            None if self._early is None else self._early.take(start, self._payload or (), environment=self._environment)
         )
+        is_early = self._worker is not None
+        if self._worker is None:
+            self._worker = JsonWorker(
+                "whet.autotune.process_bench:serve",
+                start,
+                environment=self._environment,
+                max_bytes=self._max_bytes,
+                payload=self._payload,
+            )
         timeout = self._within_budget(START_SECONDS)
         try:
             response = self._exchange(None, timeout)
+            if is_early:
+                # Another process would have to import the same modules.
+                self._import_seconds = float(response["imported"])
+                response = self._exchange(None, timeout)
         except (WorkerTimeoutError, WorkerExitError) as error:
             is_dead = isinstance(error, WorkerExitError)
             reason = self._worker.describe_exit() if is_dead else f"no response after {timeout:.0f} s"
@@ -192,6 +258,7 @@ class ProcessPreparedStep:
         self._process_number = bench.num_restarts
         self._slowest = 0.0
         self._peak_bytes: int | None = None
+        self.launches = LaunchFacts()
 
     def prepare(self, seconds: float) -> None:
         """Prepare the settings in the child, within `seconds`. Raise ProbeFailedError on failure."""
@@ -200,6 +267,7 @@ class ProcessPreparedStep:
         )
         self.preparation_seconds, self.step_seconds = float(response["seconds"]), float(response["step"])
         self._peak_bytes = response["bytes"]
+        self.launches = LaunchFacts(**response["launches"])
         self._process_number = self._bench.num_restarts
 
     def step(self, index: int) -> float:
@@ -226,6 +294,17 @@ class ProcessPreparedStep:
             # If closing crashes the process, its resources are released as well.
             with contextlib.suppress(ProbeFailedError):
                 self._bench.request(_STEP_SECONDS, do="close", number=self._number)
+
+
+def serve_later(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
+    """Import modules, wait for the arguments of `serve`, and continue with it. Return the exit code."""
+    start = time.perf_counter()
+    for name in arguments["imports"]:
+        # If a module is needed, importing it again raises the error.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    channel.send({"imported": time.perf_counter() - start})
+    return serve(channel, channel.receive())
 
 
 def serve(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
@@ -256,7 +335,12 @@ def _respond(bench: StepBench, prepared: dict[int, PreparedStep], request: dict[
                 return {"agreement": asdict(bench.agreement(request["settings"], seconds=request["seconds"]))}
             case "prepare":
                 ready = prepared[number] = bench.prepare(request["settings"], seconds=request["seconds"])
-                return {"seconds": ready.preparation_seconds, "step": ready.step_seconds, "bytes": ready.peak_bytes()}
+                return {
+                    "seconds": ready.preparation_seconds,
+                    "step": ready.step_seconds,
+                    "bytes": ready.peak_bytes(),
+                    "launches": asdict(ready.launches),
+                }
             case "step":
                 seconds = prepared[number].step(request["index"])
                 return {"seconds": seconds, "bytes": prepared[number].peak_bytes()}

@@ -46,8 +46,10 @@ _FIRST_SHARE = 0.5
 # it.
 _TRIAL_SHARE = 0.34
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
-# Maximum fraction of that time for the first of two ways to compile, so that there is time for the second.
+# Maximum fraction of that time for the first of two ways to compile, so that there is time for the second. A GPU with
+# less than these seconds gets all of them for the first one, because a part of them would be too short for both.
 _FIRST_COMPILE_SHARE = 0.5
+_MIN_SHARED_SECONDS_GPU = 30.0
 # GPU precisions to skip once the other one was tried. On tensor cores, bf16 is as fast as fp16 and needs no loss
 # scaling; tf32 is faster than fp32.
 _AS_FAST = {"fp16": "bf16", "fp32": "tf32"}
@@ -99,14 +101,13 @@ def search(
 
 
 def _search(context: SearchContext) -> TuningResult:
-    plan, budget = context.rule_plan, context.budget
     context.progress.begin("the rules' plan")
     try:
-        base = context.prepare({}, seconds=_FIRST_SHARE * budget.seconds)
+        base = context.prepare({}, seconds=_FIRST_SHARE * context.budget.seconds)
     except ProbeFailedError as error:
         note = f"nothing was measured: the rule-based plan itself could not be tried ({error.kind}: {error.reason})"
-        return TuningResult(spent_seconds=budget.spent, summary=(note,))
-    state = _SearchState(context=context, base=base, best=base, seen={_fingerprint(plan)})
+        return TuningResult(spent_seconds=context.budget.spent, summary=(note,))
+    state = _SearchState(context=context, base=base, best=base, seen=_fingerprints(context, base))
     try:
         _climb(state)
         return _confirm(state)
@@ -127,6 +128,8 @@ class _SearchState:
     trials: list[TuneTrial] = field(default_factory=list)
     speedups: dict[frozenset[tuple[str, Scalar]], float] = field(default_factory=dict)
     """Latest speedup of each change that lost."""
+    unsupported: set[frozenset[tuple[str, Scalar]]] = field(default_factory=set)
+    """Changes that the bench could not run with the best settings."""
     skipped: list[PlanCandidate] = field(default_factory=list)
     """Candidates that were skipped for lack of time."""
     retry_above: float = _RETRY_ABOVE
@@ -246,7 +249,9 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
     state.seen.add(_fingerprint(context.plan_with(apply_candidate(best.settings, candidate))))
     ruled_out = rule_out(context, best, candidate)
     if ruled_out is not None:
-        state.trials.append(ruled_out)
+        # The same reason may hold for several best settings.
+        if ruled_out.note not in {trial.note for trial in state.trials}:
+            state.trials.append(ruled_out)
         return
     # Reserve time to restart: after an aborted trial, the best settings must be prepared again.
     left = state.until - context.bench.clock() - state.recovery_seconds
@@ -261,8 +266,10 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
     if left < expected + checking + 6 * best.prepared.step_seconds:
         state.skipped.append(candidate)
         return
+    prepare_seconds = left - checking
     is_first = candidate.setting == "compile" and not any(trial.setting == "compile" for trial in state.trials)
-    prepare_seconds = min(left - checking, _FIRST_COMPILE_SHARE * left if is_first else left)
+    if is_first and (device_kind(best.plan) == "cpu" or left >= _MIN_SHARED_SECONDS_GPU):
+        prepare_seconds = min(prepare_seconds, _FIRST_COMPILE_SHARE * left)
     if candidate.setting not in _SLOW_TO_PREPARE:
         usual = 3 * base.preparation_seconds + _PATIENT_STEPS * best.prepared.step_seconds
         least = _MIN_PREPARE_SECONDS if device_kind(best.plan) == "cpu" else _MIN_PREPARE_SECONDS_GPU
@@ -273,11 +280,19 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
     if winner is None:
         is_unusable = trial.verdict in ("failed", "disagrees")
         state.speedups[frozenset(candidate.changes.items())] = 0.0 if is_unusable else speedup
+        if trial.verdict == "not tried":
+            state.unsupported.add(frozenset(candidate.changes.items()))
         return
     # The previous value is now an alternative, which lost by the inverse of the winner's speedup.
     state.speedups[frozenset((name, best.plan.settings[name].value) for name in candidate.changes)] = 1 / speedup
     best.prepared.close()
     state.best = winner
+    state.seen |= _fingerprints(context, winner)
+    if candidate.setting == "compile":
+        # Compiled code may be captured even if the model's own code waits for the device.
+        for changes in state.unsupported:
+            if "graph" in dict(changes):
+                state.speedups.pop(changes, None)
 
 
 def _confirm(state: _SearchState) -> TuningResult:
@@ -429,6 +444,18 @@ def _last_step_seconds(state: _SearchState, kept: PreparedSettings) -> float:
             if seconds is not None:
                 return seconds
     return kept.prepared.step_seconds
+
+
+def _fingerprints(context: SearchContext, ready: PreparedSettings) -> set[tuple[object, ...]]:
+    """Return the fingerprints of prepared settings, and of those that run the same steps.
+
+    With graph=launch_bound, the first steps have decided whether steps are captured. The same value as a setting would
+    be measured again.
+    """
+    found, is_captured = {_fingerprint(ready.plan)}, ready.prepared.launches.is_captured
+    if ready.plan.graph == "launch_bound" and is_captured is not None:
+        found.add(_fingerprint(context.plan_with({**ready.settings, "graph": "on" if is_captured else "off"})))
+    return found
 
 
 def _fingerprint(plan: Plan) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from whet.plan.setting import Scalar
 # Settings that differ from the rule-based plan. The rules decide all others again (`candidates.plan_with`).
 Settings = Mapping[str, Scalar]
 
-# "unsupported": the bench cannot run these settings, and has not tried to.
+# "unsupported": the bench cannot run these settings.
 FailureKind = Literal["crash", "oom", "timeout", "error", "unsupported"]
 
 # Callers stay within their budget. The bench kills a hanging probe at this multiple of the budget.
@@ -39,6 +39,18 @@ class SettingsAgreement:
     bound: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchFacts:
+    """What the first steps have shown if the plan lets them decide whether steps are captured (graph=launch_bound)."""
+
+    is_captured: bool | None = None
+    """Whether steps are captured; None if that is not known."""
+    share: float | None = None
+    """The fraction of an eager step that launching its kernels took; None if it was not timed."""
+    obstacle: str | None = None
+    """The reason why steps are not captured; None if they are."""
+
+
 class PreparedStep(Protocol):
     """A workload that is ready to run steps with some settings. At most two exist at a time."""
 
@@ -49,6 +61,10 @@ class PreparedStep(Protocol):
     @property
     def step_seconds(self) -> float:
         """Seconds of the last step of the preparation, an estimate of the next step."""
+
+    @property
+    def launches(self) -> LaunchFacts:
+        """What the preparation has shown about capturing these steps."""
 
     def step(self, index: int) -> float:
         """Run one optimizer step on a fixed global batch, and return its seconds including device synchronization.

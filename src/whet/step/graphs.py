@@ -262,7 +262,7 @@ class GraphedStepper(Stepper):
             self._launch_shares.append((launched - start) / max(time.perf_counter() - start, 1e-9))
         if len(self._launch_shares) < _TIMED_STEPS:
             return
-        share = statistics.median(self._launch_shares)
+        self.launch_share = share = statistics.median(self._launch_shares)
         self.is_launch_bound = share >= _LAUNCH_BOUND_SHARE
         if not self.is_launch_bound:
             taken = format_percent(share)

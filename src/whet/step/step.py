@@ -92,6 +92,8 @@ class Stepper:
         """The reason why steps are not captured despite graph=on; None if there is none."""
         self.is_launch_bound: bool | None = None
         """Whether launching kernels takes most of a step; None if that is not known yet."""
+        self.launch_share: float | None = None
+        """The fraction of a step that launching its kernels took; None if it was not timed."""
         self.restore_kernels: Callable[[], None] | None = None
         """Restores the kernels of the user's optimizer; None if the plan has not selected other kernels."""
         self.kernel_obstacle: str | None = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from whet.autotune.step_bench import FailureKind, ProbeFailedError
+from whet.autotune.step_bench import FailureKind, LaunchFacts, ProbeFailedError
 from whet.base.errors import WhetError
 from whet.base.process import TimeLimitError, interrupt_after
 from whet.data.batch import GlobalBatch, MicroBatch, micro_batch_shapes
@@ -95,6 +95,13 @@ class LocalPreparedStep:
         """Whether all batches so far were split into micro-batches of the same shapes."""
         return len(self._shapes) == 1
 
+    @property
+    def launches(self) -> LaunchFacts:
+        stepper = self._built.stepper
+        obstacle, num_captured = stepper.graph_obstacle, getattr(stepper, "num_captured", 0)
+        is_captured = False if obstacle is not None else (num_captured > 0 or None)
+        return LaunchFacts(is_captured=is_captured, share=stepper.launch_share, obstacle=obstacle)
+
     def check(self, *, seconds: float) -> None:
         """Raise ProbeFailedError if the compiled model differs from eager execution, or was not compiled at all.
 
@@ -139,7 +146,7 @@ class LocalPreparedStep:
             self._shapes.add(tuple(shapes))
             self._replays_in_a_row = self._replays_in_a_row + 1 if _num_replays(stepper) > num_replays else 0
             if stepper.graph_obstacle is not None and self.plan.graph == "on":
-                raise ProbeFailedError(stepper.graph_obstacle, kind="error")
+                raise ProbeFailedError(stepper.graph_obstacle, kind="unsupported")
             return seconds
 
     def capture(self, *, seconds: float) -> None:
@@ -161,7 +168,7 @@ class LocalPreparedStep:
         # Only captures count as a cost, because a run executes the steps anyway. Those of earlier steps are counted.
         self.preparation_seconds += stepper.capture_seconds - captured_before
         if self.plan.graph == "on" and stepper.graph_obstacle is None and not stepper.num_captured:
-            raise ProbeFailedError("no two batches had the same shapes", kind="error")
+            raise ProbeFailedError("no two batches had the same shapes", kind="unsupported")
 
     def peak_bytes(self) -> int | None:
         peak = self._built.device.memory.usage().peak

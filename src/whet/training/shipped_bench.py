@@ -9,6 +9,7 @@ safe here: this process writes it, the child process that it starts reads it fro
 import io
 import math
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whet.autotune.process_bench import ProcessStepBench
+from whet.autotune.process_bench import EarlyProcess, ProcessStepBench
 from whet.base import env
 from whet.base.errors import WhetError
+from whet.base.origin import code_origin
 from whet.base.units import format_bytes, format_seconds
 from whet.data.recorded import RecordedBatches
 from whet.device.open import open_device
@@ -72,11 +74,13 @@ def shipped_bench(
     loss: LossFunction,
     plan: Plan,
     step_seconds: float | None = None,
+    early: EarlyProcess | None = None,
 ) -> ProcessStepBench:
     """Return a bench that times this training run in a separate process. Entering it starts the process.
 
     `plan` is the plan of a LocalStepBench that has measured the workload, and `step_seconds` is its step time.
-    The model is not moved. Raise NotShippedError if the training run cannot be sent.
+    The model is not moved. `early` is a process that was started before. Raise NotShippedError if the training run
+    cannot be sent.
     """
     free = read_system_state().memory_available_bytes
     _check_memory(plan, free)
@@ -101,9 +105,24 @@ def shipped_bench(
         _TARGET,
         {"plan": override(plan, fixed).as_json(), "first_loss": first_loss.hex()},
         environment=env.child_environment(),
-        max_bytes=None if free is None else int(_MAX_MEMORY_SHARE * free),
+        max_bytes=_max_bytes(free),
+        early=early,
         payload=pack(shipped, max_bytes=None if free is None else int(free / _MEMORY_FACTOR)),
     )
+
+
+def start_early(model: nn.Module) -> EarlyProcess:
+    """Start the process of a bench, which imports what it will need in any case."""
+    modules = {type(part).__module__ for part in model.modules()}
+    # A module of the user may do more than define a model, so it is imported only if the model is sent.
+    files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in modules}
+    installed = sorted(name for name, file in files.items() if file and code_origin(file) == "library")
+    free = read_system_state().memory_available_bytes
+    return EarlyProcess([__name__, *installed], environment=env.child_environment(), max_bytes=_max_bytes(free))
+
+
+def _max_bytes(free: int | None) -> int | None:
+    return None if free is None else int(_MAX_MEMORY_SHARE * free)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from whet.autotune.candidates import has_attention_choice, plan_with, predicted_bytes
+from whet.autotune.candidates import device_kind, has_attention_choice, plan_with, predicted_bytes
 from whet.autotune.step_bench import ProbeFailedError, SettingsAgreement
 from whet.base.process import gc_disabled, interrupt_obstacle
 from whet.data.adapters import check_dataset_size
@@ -66,8 +66,9 @@ from whet.verify.start.splitting import loss_split_obstacle
 _WARMUP_SECONDS = 2.0
 # Steps slower than this need few of them to be warm, if no batch brings another shape.
 _SLOW_STEP_SECONDS, _SLOW_WARMUP_STEPS = 0.1, WARMUP_STEPS + 1
-# With less time, do not try to compile in the user's process: small models took 10 to 40 s on two cores.
-_MIN_COMPILE_SECONDS = 10.0
+# With less time, do not try to compile in the user's process: small models took 10 to 40 s on two cores, and 5 to 9 s
+# for a GPU.
+_MIN_COMPILE_SECONDS, _MIN_COMPILE_SECONDS_GPU = 10.0, 5.0
 # torch compiles the first shape, then once more with dynamic sizes if shapes differ. If it still compiles for several
 # batches after that, it compiles for every new shape.
 _NUM_WARM, _MAX_LATE_GRAPHS = 3, 3
@@ -292,7 +293,7 @@ class LocalStepBench:
         """Return why this process cannot compile within `seconds`; None if it can."""
         if self.may_compile:
             return None
-        if seconds < _MIN_COMPILE_SECONDS:
+        if seconds < (_MIN_COMPILE_SECONDS if device_kind(self.plan) == "cpu" else _MIN_COMPILE_SECONDS_GPU):
             return f"{seconds:.0f} s are too few to compile in"
         obstacle = interrupt_obstacle()
         return None if obstacle is None else f"compiling cannot be interrupted in this process: {obstacle}"

@@ -12,14 +12,16 @@ from torch.optim import Optimizer
 
 from whet.autotune import cache
 from whet.autotune.candidates import candidates, device_kind
-from whet.autotune.result import TuningResult, budget_seconds, compile_budget_seconds
+from whet.autotune.process_bench import EarlyProcess
+from whet.autotune.result import TuningResult, budget_seconds, compile_budget_seconds, cuda_budget_seconds
 from whet.autotune.search import search
 from whet.autotune.statistics import steps_per_visit
 from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, StepBench, TuningProgress
 from whet.base.errors import UsageError, WhetError
-from whet.base.units import format_seconds
+from whet.base.units import GB, format_seconds
 from whet.config.options import SchedulerObject
 from whet.distributed.group import current_group
+from whet.machine.pressure import read_system_state
 from whet.plan.plan import Plan, make_plan_again, with_auto_batch
 from whet.plan.setting import Scalar
 from whet.plan.values import names_of
@@ -41,7 +43,7 @@ from whet.training.optimizer_set import AnyOptimizer
 from whet.training.resume import run_exists
 from whet.training.run_config import RunConfig, is_rereadable, make_run_config, plan_from_rules
 from whet.training.run_context import RunContext
-from whet.training.shipped_bench import shipped_bench
+from whet.training.shipped_bench import shipped_bench, start_early
 from whet.training.step_bench import LocalStepBench, evidence_key
 
 MIN_BUDGET_SECONDS = 5.0
@@ -49,7 +51,11 @@ MIN_BUDGET_SECONDS = 5.0
 _BATCH_SHARE = 1 / 3
 """Maximum fraction of a tuning budget for finding the global batch size."""
 _MIN_SHIPPING_SECONDS = 15.0
-"""Minimum budget in seconds for another process: with less, starting it would leave no time to compile."""
+"""Minimum budget in seconds for another process: with less, starting it would leave no time for trials."""
+_MIN_STEPS_TO_START_EARLY, _MIN_CORES_TO_START_EARLY = 20_000, 4
+_MIN_MEMORY_TO_START_EARLY = 8 * GB
+"""Runs with more steps are probably measured in another process. It is started before that is known if it does not
+disturb the timed steps: on a GPU, with free cores and memory."""
 _MAX_START_SHARE = 1 / 4
 """Maximum fraction of the budget for starting another process. Beyond it, this process measures instead."""
 _MIN_SEARCH_SHARE = 1 / 2
@@ -256,12 +262,39 @@ def _measure(
     config: RunConfig, loss: LossFunction, plan: Plan, num_steps: int, *, open_bench: OpenStepBench | None
 ) -> tuple[Plan, TuningResult] | None:
     """Return the plan and its search result; None if the run is too short to repay measuring."""
+    with ExitStack() as stack:
+        early = None
+        if open_bench is None and _may_start_early(plan, num_steps):
+            early = start_early(config.model)
+            stack.callback(early.close)
+        return _measure_with(config, loss, plan, num_steps, open_bench=open_bench, early=early)
+
+
+def _may_start_early(plan: Plan, num_steps: int) -> bool:
+    if device_kind(plan) != "cuda" or num_steps < _MIN_STEPS_TO_START_EARLY:
+        return False
+    free = read_system_state().memory_available_bytes or 0
+    return free >= _MIN_MEMORY_TO_START_EARLY and (plan.machine.cpu.logical_cores or 1) >= _MIN_CORES_TO_START_EARLY
+
+
+def _measure_with(
+    config: RunConfig,
+    loss: LossFunction,
+    plan: Plan,
+    num_steps: int,
+    *,
+    open_bench: OpenStepBench | None,
+    early: EarlyProcess | None,
+) -> tuple[Plan, TuningResult] | None:
     watch = progress_callback(config.on_event)
     with local_bench(config, loss, plan) as bench:
         plan = bench.plan
         preparation_seconds, step_seconds = _time_steps(bench, config.on_event)
         seconds = preparation_seconds + num_steps * step_seconds
         budget = budget_seconds(seconds)
+        compile_budget = compile_budget_seconds(seconds) if budget >= _MIN_SHIPPING_SECONDS else 0.0
+        if device_kind(plan) == "cuda":
+            budget, compile_budget = cuda_budget_seconds(seconds)
         length = f"about {format_seconds(seconds)}" if seconds >= 1 else "less than a second"
         is_too_short = budget < MIN_BUDGET_SECONDS
         more = untried_note(plan) if seconds >= _MIN_SECONDS_TO_ADVISE else ""
@@ -272,14 +305,20 @@ def _measure(
         )
         if is_too_short:
             return None
-        compile_budget = compile_budget_seconds(seconds) if budget >= _MIN_SHIPPING_SECONDS else 0.0
         more = f", and {format_seconds(compile_budget)} to compile" if compile_budget else ""
         limit = f"{format_seconds(budget)} at most{more}; this run would take {length}"
         emit_event(config.on_event, "measuring", {"message": f"measuring which plan is fastest, {limit}"})
     if open_bench is not None:
         return plan, _search_in_process(open_bench, plan, budget=budget, compile_budget=compile_budget, watch=watch)
     return plan, _search(
-        config, loss, plan, budget=budget, compile_budget=compile_budget, watch=watch, step_seconds=step_seconds
+        config,
+        loss,
+        plan,
+        budget=budget,
+        compile_budget=compile_budget,
+        watch=watch,
+        step_seconds=step_seconds,
+        early=early,
     )
 
 
@@ -331,11 +370,14 @@ def _search(
     compile_budget: float = 0.0,
     watch: ProgressCallback | None,
     step_seconds: float | None = None,
+    early: EarlyProcess | None = None,
 ) -> TuningResult:
     """Search in a separate process, where a compilation can be killed, or in this one if the run cannot be sent."""
     if budget < _MIN_SHIPPING_SECONDS:
+        if early is not None:
+            early.close()
         with local_bench(config, loss, plan) as local:
-            return search(plan, local, budget_seconds=budget, on_progress=watch)
+            return search(plan, local, budget_seconds=budget, compile_seconds=compile_budget, on_progress=watch)
     start, is_shipped = time.perf_counter(), True
     with ExitStack() as stack:
         try:
@@ -349,6 +391,7 @@ def _search(
                 loss=loss,
                 plan=plan,
                 step_seconds=step_seconds,
+                early=early,
             )
             bench: StepBench = stack.enter_context(shipped)
             if bench.recovery_seconds > _MAX_START_SHARE * (budget + compile_budget):
@@ -359,6 +402,8 @@ def _search(
                 )
         except (WhetError, OSError) as error:
             is_shipped = False
+            if early is not None:
+                early.close()
             report_lines(config.on_event, f"measured in this process: {_reason(error)}")
             bench = stack.enter_context(local_bench(config, loss, plan))
         left = max(_MIN_SEARCH_SHARE * budget, budget - (time.perf_counter() - start))
