@@ -25,6 +25,7 @@ from browser_server import (
 )
 from browser_visit import DESK, PHONE, Visit
 from tiny_bert import write_rows
+from whet.report.watch.status_reader import run_id
 from whet.report.watch.terminal import BoardReader, TerminalArea, board_rows, render_board
 from whet.run.folder import EVENTS_FILE
 
@@ -260,6 +261,26 @@ def test_a_torn_last_line_waits_for_its_rest(stage: Stage) -> None:
     expect(page.get_by_role("status").first).to_contain_text("the run was removed")
     # The browser itself logs that the run is not found any more.
     visit.faults = [fault for fault in visit.faults if "404" not in fault]
+
+
+def test_the_link_to_one_run_opens_its_page(stage: Stage) -> None:
+    run = make_torn(stage.folder / "one")
+    server, logged = start_server(stage.folder, watched="one/torn")
+    visit = Visit(stage.browser, stage.pictures, home=logged["url"])
+    page = visit.page
+    try:
+        # The first time the link sets a cookie and redirects; then it is opened again with the cookie.
+        for _ in range(2):
+            page.goto(logged["link"])
+            expect(page.locator(".hero h1")).to_have_text("torn")
+            assert page.url.endswith(f"#/run/{run_id(run.name)}")
+        page.get_by_role("link", name="all runs").click()
+        expect(page.get_by_role("link", name="torn", exact=True)).to_be_visible()
+        assert visit.faults == []
+    finally:
+        visit.close()
+        server.terminate()
+        server.wait(timeout=600)
 
 
 def test_an_update_between_press_and_release_loses_no_click(stage: Stage, sibling: Path) -> None:

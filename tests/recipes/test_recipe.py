@@ -68,6 +68,21 @@ def test_a_recipe_repeats_steps_with_verify_resume(tmp_path: Path) -> None:
     assert event.get("exactness").startswith("verified: steps ")
 
 
+def test_a_recipe_evaluates_in_the_dtype_of_its_weights(tmp_path: Path) -> None:
+    """Its metrics do not depend on the precision of training, which applies to an `evaluate` function of a user."""
+    dtypes = []
+
+    class Evaluated(Minimal):
+        def evaluate(self, model: nn.Module, micro_batches: Any) -> dict[str, float]:
+            outputs = [model(micro.x) for micro in micro_batches]
+            dtypes.append(outputs[0].dtype)
+            return {"mean": torch.cat(outputs).mean().item()}
+
+    resolved = resolve_config(Minimal.Config, ["epochs=1", "global_batch_size=16", "threads=1", "precision=bf16"])
+    train_recipe(Evaluated(), resolved, run=tmp_path / "run", device="cpu")
+    assert set(dtypes) == {torch.float32}
+
+
 def test_the_default_description_counts_the_model_and_its_data() -> None:
     recipe = Minimal()
     config = resolve_config(recipe.Config, ["epochs=2", "global_batch_size=16"]).config

@@ -27,9 +27,9 @@ def start(*words: str, folder: Path, **options: object) -> subprocess.Popen[str]
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **options)  # type: ignore[call-overload]
 
 
-def start_server(folder: Path, *, port: int = 0) -> tuple[subprocess.Popen[str], dict[str, str]]:
-    """Start `whet watch` and return its JSON description."""
-    words = ("watch", "--no-browser", "--json", "--port", str(port))
+def start_server(folder: Path, *, port: int = 0, watched: str = "runs") -> tuple[subprocess.Popen[str], dict[str, str]]:
+    """Start `whet watch` for a folder of runs, or one run, and return its JSON description."""
+    words = ("watch", watched, "--no-browser", "--json", "--port", str(port))
     with (folder / "server.log").open("w") as log:
         server = start(*words, folder=folder, stdout=subprocess.PIPE, stderr=log)
     assert server.stdout is not None

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import whet
 from small_models import convnet, images
 from small_training import cross_entropy, sgd, train
 from whet.base.errors import WhetError
+from whet.plan.plan import make_plan_again
+from whet.plan.setting import MeasuredSetting
 
 pytestmark = pytest.mark.torch
 
@@ -170,3 +173,62 @@ def test_an_infinite_goal_is_never_the_best(tmp_path: Path) -> None:
         run=tmp_path / "run",
     )
     assert result.state == "done"
+
+
+class DtypeDataset(torch.utils.data.Dataset):
+    """Rows with a matrix product, to see in which precision a dataset computes."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        product = torch.ones(4, 4) @ torch.ones(4, 4)
+        assert product.dtype == torch.float32
+        return product[0], torch.zeros(1)
+
+
+def output_dtypes(*, measured: str | None = None, **options: Any) -> dict[str, torch.dtype]:
+    """Return the dtype of a linear layer's output in a step, in a manual step and in an evaluation."""
+    dtypes: dict[str, torch.dtype] = {}
+    model = nn.Linear(4, 1)
+    with whet.Session(model, sgd(model), DtypeDataset(), global_batch_size=4, max_steps=2, **options) as session:
+        if measured is not None:
+            chosen = {"precision": MeasuredSetting(value=measured, reason="faster", evidence={})}
+            session.run.replan(make_plan_again(session.plan, measured=chosen))
+
+        def loss(batch: Any) -> torch.Tensor:
+            output = model(batch[0])
+            dtypes["step"] = output.dtype
+            return output.float().mean()
+
+        def evaluate(model: nn.Module, batches: Any) -> dict[str, float]:
+            outputs = [model(x) for x, _ in batches]
+            dtypes["evaluation"] = outputs[0].dtype
+            return {"mean": torch.cat(outputs).mean().item()}
+
+        first, second = iter(session), iter(session)
+        session.step(loss, next(first))
+        session.evaluate(evaluate, DtypeDataset())
+        with session.manual(next(second)) as (x, _):
+            output = model(x)
+            dtypes["manual"] = output.dtype
+            output.float().mean().backward()
+    return dtypes
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+def test_a_precision_that_the_user_sets_applies_to_the_users_code() -> None:
+    """The dataset computes in float32 all the same, which it asserts itself."""
+    dtypes = output_dtypes(overrides={"precision": "bf16"})
+    assert dtypes == {"step": HALF, "evaluation": HALF, "manual": HALF}
+
+
+def test_a_manual_step_has_no_fp16_because_its_loss_is_not_scaled() -> None:
+    dtypes = output_dtypes(overrides={"precision": "fp16"})
+    assert dtypes == {"step": torch.float16, "evaluation": torch.float16, "manual": FULL}
+
+
+def test_a_measured_precision_does_not_apply_to_the_users_code() -> None:
+    assert output_dtypes(measured="bf16") == {"step": HALF, "evaluation": FULL, "manual": FULL}

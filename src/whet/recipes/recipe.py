@@ -18,6 +18,7 @@ from whet.base.errors import DataChangedError, UsageError, WhetError, closest_ma
 from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
 from whet.run.folder import RUN_FILE, installed_versions, read_header, short_script
+from whet.run.lock import OTHER_FOLDER
 from whet.training.intercept import FirstStepReached, Interception, intercept
 
 if TYPE_CHECKING:
@@ -402,6 +403,6 @@ def explain_data_change(error: UsageError, made: EmbeddedData, then: Mapping[str
     return UsageError(
         error.what,
         got=f"{error.got}; {made.is_made}, and {' and '.join(changes) or made.otherwise}",
-        try_=f"--fresh or another --run to start over; to resume, install what it was started with ({before}); "
+        try_=f"--fresh or {OTHER_FOLDER} to start over; to resume, install what it was started with ({before}); "
         f"{made.instead} stay the same",
     )

@@ -31,7 +31,7 @@ from whet.base.units import format_list
 from whet.base.version import VERSION
 from whet.run import durable, strict_json
 from whet.run.disk import read_regular_file
-from whet.run.lock import LOCK_FILE
+from whet.run.lock import LOCK_FILE, OTHER_FOLDER
 from whet.run.proof import PROOF_FILE
 
 FORMAT_VERSION = 1
@@ -342,13 +342,13 @@ def check_run_name(path: Path) -> None:
             raise UsageError(
                 "a run folder needs a name without line breaks and control characters",
                 got=repr(name[:100]),
-                try_="--run runs/NAME, or rename the folder",
+                try_="--run runs/NAME (run='runs/NAME' in Python), or rename the folder",
             )
         if len(os.fsencode(name)) > _MAX_NAME_BYTES:
             raise UsageError(
                 "the name of the run folder is too long",
                 got=f"{len(os.fsencode(name)):,} bytes: {name[:40]}...",
-                try_=f"--run runs/NAME, with at most {_MAX_NAME_BYTES} bytes",
+                try_=f"--run runs/NAME (run='runs/NAME' in Python), with at most {_MAX_NAME_BYTES} bytes",
             )
 
 
@@ -357,24 +357,28 @@ def check_run_path(path: Path) -> None:
     check_run_name(path)
     with durable.disk_errors("create", path):
         if path.is_symlink() and not path.exists():
-            raise UsageError(f"cannot create a run at {path}", got="a dangling symbolic link", try_="another --run DIR")
+            raise UsageError(f"cannot create a run at {path}", got="a dangling symbolic link", try_=OTHER_FOLDER)
         if not path.exists():
             return
         if not path.is_dir():
-            raise UsageError(f"cannot create a run at {path}", got="a file of that name", try_="another --run DIR")
+            raise UsageError(f"cannot create a run at {path}", got="a file of that name", try_=OTHER_FOLDER)
         if (path / RUN_FILE).exists():
             raise UsageError(
                 f"{path} is already a run",
                 got=RUN_FILE,
-                try_="the command that created it, to resume it; or another --run DIR",
+                try_=f"the command that created it, to resume it; or {OTHER_FOLDER}",
             )
         names = sorted(child.name for child in path.iterdir())
         if names:
             got = format_list(names)
-            raise UsageError(f"{path} is not a run, and not empty", got=got, try_="another --run DIR")
+            raise UsageError(f"{path} is not a run, and not empty", got=got, try_=OTHER_FOLDER)
         if path.samefile(Path.cwd()):
             # Creating the run replaces an empty folder. A shell inside it would be left in a deleted folder.
-            raise UsageError("cannot create a run in the current folder", got=path, try_=f"--run {path.name}/run")
+            raise UsageError(
+                "cannot create a run in the current folder",
+                got=path,
+                try_=f"--run {path.name}/run, or run='{path.name}/run' in Python",
+            )
 
 
 def _not_a_run(path: Path) -> UsageError:

@@ -25,6 +25,8 @@ from whet.run import strict_json
 from whet.run.durable import disk_errors
 
 LOCK_FILE = "lock"
+# What to type instead of a folder that cannot be used. The code that checks it does not know who named it.
+OTHER_FOLDER = "another --run DIR (run=DIR in Python)"
 
 # The error codes for a lock that another process holds. POSIX allows either.
 _BUSY = (errno.EACCES, errno.EAGAIN)
@@ -207,10 +209,10 @@ def _locked_error(folder: Path, owner: LockHolder | None) -> WhetError:
         return WhetError(
             f"another process is using the run {folder}",
             got="its process id is not known yet",
-            try_="run the same command again in a moment, or choose another --run DIR",
+            try_=f"run the same command again in a moment, or choose {OTHER_FOLDER}",
         )
     if owner.pid == os.getpid():
         hint = "close the other session of this process first, or choose another run folder"
     else:
-        hint = f"wait for it, stop it with `kill {owner.pid}` (it saves first), or choose another --run DIR"
+        hint = f"wait for it, stop it with `kill {owner.pid}` (it saves first), or choose {OTHER_FOLDER}"
     return WhetError(f"another process is using the run {folder}", got=str(owner), try_=hint)

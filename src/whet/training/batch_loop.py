@@ -272,7 +272,10 @@ class BatchLoop:
         run.rng.enter_step()
         try:
             with self._working(number), run.device.compute_context(is_step=True):
-                yield (micro if micro.is_on_device else micro.map_tensors(run.device.put)).data
+                data = (micro if micro.is_on_device else micro.map_tensors(run.device.put)).data
+                # fp16 would need the scaler of the loss, which the user's backward pass does not use.
+                with run.users_autocast() if run.plan.precision == "bf16" else contextlib.nullcontext():
+                    yield data
         finally:
             run.rng.leave_step()
         self._is_in_step = False

@@ -96,7 +96,10 @@ class Evaluator:
         self._sources: dict[tuple[int, int, int], tuple[AbstractSource, Any]] = {}
 
     def run(self, evaluate: Evaluate, data: Any) -> dict[str, Any]:
-        """Evaluate in eval mode with the averaged weights, then restore weights, modes and random generators."""
+        """Evaluate in eval mode with the averaged weights, then restore weights, modes and random generators.
+
+        A precision that the user has set applies too.
+        """
         stepper, device = self._run.stepper, self._run.device
         model, ema = stepper.model, stepper.ema
         # Save the mode of each module: model.train() would also switch modules that were in eval mode before.
@@ -108,6 +111,7 @@ class Evaluator:
             averaged,
             stepper.strategy.evaluation_context(),
             device.compute_context(),
+            self._run.users_autocast(),
         ):
             model.eval()
             try:
@@ -149,6 +153,16 @@ class Evaluator:
         return (micro for micro in micro_batches if micro.is_counted)
 
     def _micro_batches(self, data: Any, share: RankShare) -> Iterator[MicroBatch]:
+        """Yield micro-batches. Autocast is off while they are read, because a dataset may compute something too."""
+        micro_batches = self._read(data, share)
+        while True:
+            with torch.autocast(self._run.device.torch_device.type, enabled=False):
+                micro = next(micro_batches, None)
+            if micro is None:
+                return
+            yield micro
+
+    def _read(self, data: Any, share: RankShare) -> Iterator[MicroBatch]:
         device, plan = self._run.device, self._run.plan
         size = plan.eval_batch
         key = id(data), size, share.size

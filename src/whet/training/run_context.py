@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from whet.device.random_streams import RandomStreams
 from whet.distributed.group import RankGroup
 from whet.plan.plan import Plan, keep_runtime_changes, with_more_facts
 from whet.run.events import History
-from whet.run.folder import Run, rewrite_parts
+from whet.run.folder import PYTHON_RECIPE, Run, rewrite_parts
 from whet.step.apply_plan import (
     build_stepper,
     set_process_settings,
@@ -134,6 +134,15 @@ class RunContext:
         """Return the remaining global batches of the epoch. Time spent waiting for them is logged as data time."""
         read = self.group.stall_detector.reading(self.source.batches(self.state.position))
         return self.log.timed(read)
+
+    def users_autocast(self) -> AbstractContextManager[object]:
+        """Return the context of the user's evaluation and manual steps: autocast if the user has set `precision`.
+
+        A measured precision was compared with float32 only for the loss and gradients of training. Recipes evaluate in
+        the dtype of their weights.
+        """
+        is_set = "precision" in self.plan.overrides and self.config.recipe == PYTHON_RECIPE
+        return self.device.autocast(self.plan.precision if is_set else "fp32")
 
     def first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
         """Return the first `size` samples of a batch, or all of them if the loss needs the whole batch."""

@@ -280,6 +280,7 @@ class Session:
                 session.log_loss(loss)
 
         The batch is not split. The step is not captured, checked for NaN, or repeated after running out of memory.
+        If you have set `precision` to bf16, the block runs under autocast.
         """
         self._entered_run()
         if self._interception is not None:

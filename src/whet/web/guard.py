@@ -5,6 +5,7 @@ calls the application, and adds the common headers to the response. A client get
 as JSON if `error_format` returns it. `on_failure` is called with unexpected exceptions.
 """
 
+import html
 import json
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
@@ -44,7 +45,7 @@ _HEADERS = {
 # Redirect in HTML, because a browser would not send a SameSite=Strict cookie after an HTTP redirect.
 _ENTRY = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>whet</title>'
-    '<meta http-equiv="refresh" content="0;url=/"><p><a href="/">whet</a></html>\n'
+    '<meta http-equiv="refresh" content="0;url=/{view}"><p><a href="/{view}">whet</a></html>\n'
 )
 
 
@@ -57,16 +58,21 @@ class RequestGuard:
         *,
         key: ServerKey,
         hosts: Collection[str],
+        view: str = "",
         methods: Collection[str] = READ_METHODS,
         limits: ClientLimits | None = None,
         error_format: ErrorFormat | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Wrap `app`. `hosts` are the accepted host names with port, `methods` the accepted methods."""
+        """Wrap `app`. `hosts` are the accepted host names with port, `methods` the accepted methods.
+
+        `view` is the fragment of the URL that a link opens.
+        """
         self._app = app
         self._key = key
         self._hosts = frozenset(host.lower() for host in hosts)
         self._methods = frozenset(methods)
+        self._entry = _ENTRY.format(view=html.escape(view))
         self._limits = limits or ClientLimits()
         self._error_format = error_format
         self._on_failure = on_failure
@@ -84,7 +90,7 @@ class RequestGuard:
             # Check host and origin before the key, so that pages of other origins cannot learn whether a key is valid.
             self._check(request)
             if self._is_entry(request):
-                await response.page(_ENTRY, cookie=f"{self._cookie_name}={self._key.cookie}")
+                await response.page(self._entry, cookie=f"{self._cookie_name}={self._key.cookie}")
                 return
             self._check_key(request)
             await self._app(scope, _LimitedBody(receive, self._check_body(request)), response.send)

@@ -28,6 +28,8 @@ class RunningServer(FrozenModel):
     """Host name and port."""
     token: str
     pid: int
+    view: str = ""
+    """The fragment of the URL that a link opens, such as "#/run/ID"."""
 
     @property
     def url(self) -> str:
@@ -36,7 +38,7 @@ class RunningServer(FrozenModel):
 
     def link(self) -> str:
         """Return a link that opens the server in a browser, and is valid once."""
-        return f"{self.url}?token={ServerKey(self.token).ticket()}"
+        return f"{self.url}?token={ServerKey(self.token).ticket()}{self.view}"
 
     def __repr__(self) -> str:
         """Return a text without the token, because it may be logged."""
@@ -46,14 +48,14 @@ class RunningServer(FrozenModel):
 
 
 @contextlib.contextmanager
-def registered(*, name: str, about: str, host: str, key: ServerKey) -> Iterator[RunningServer]:
+def registered(*, name: str, about: str, host: str, key: ServerKey, view: str = "") -> Iterator[RunningServer]:
     """Register a running server inside the `with` block, so that other commands of this user can find it.
 
     Each server has a file that only its owner can read, and holds a lock on it, which the system releases when the
     process ends. Comparing the start times of processes would be less reliable, because on Linux they change when the
     clock is set.
     """
-    running = RunningServer(name=name, about=about, host=host, token=key.token, pid=os.getpid())
+    running = RunningServer(name=name, about=about, host=host, token=key.token, pid=os.getpid(), view=view)
     path = private_folder() / f"{name}-{running.pid}-{secrets.token_hex(4)}.json"
     draft = path.with_suffix(".draft")
     write_private(draft, json.dumps(running.as_json()))

@@ -157,6 +157,7 @@ def serve(
     name: str,
     about: str,
     port: int,
+    view: str = "",
     address: str = LOOPBACK,
     allow_remote: bool = False,
     open_browser: bool = False,
@@ -168,7 +169,8 @@ def serve(
 ) -> int:
     """Serve Starlette routes until a signal arrives. Return the exit code: 0 for Ctrl-C, 143 for SIGTERM.
 
-    Other commands find this server by `name` and `about` (`registry.find_server`). `port` is the first port to try; 0
+    Other commands find this server by `name` and `about` (`registry.find_server`). `view` is the fragment of the URL
+    that its links open, such as "#/run/ID". `port` is the first port to try; 0
     selects any free port. `on_ready` is called once the server listens. Handlers report errors by raising `HttpError`.
     `on_failure` is called with unexpected exceptions, whose details the client does not see. `error_format` converts
     errors to JSON for clients that expect it.
@@ -189,13 +191,14 @@ def serve(
             _router(routes),
             key=key,
             hosts=listening.hosts,
+            view=view,
             methods=methods,
             limits=limits,
             error_format=error_format,
             on_failure=on_failure,
         )
         with contextlib.ExitStack() as stack:
-            running = stack.enter_context(registered(name=name, about=about, host=listening.host, key=key))
+            running = stack.enter_context(registered(name=name, about=about, host=listening.host, key=key, view=view))
             page = stack.enter_context(redirect_page(running.link())) if open_browser else None
 
             def ready() -> None:

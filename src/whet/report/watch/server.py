@@ -33,6 +33,7 @@ from whet.report.watch.run_cache import RunCache, WorkTimer
 from whet.report.watch.status_reader import run_id, status_json
 from whet.run import strict_json
 from whet.run.events import History
+from whet.run.folder import RUN_FILE
 from whet.web.access import ClientLimits, HttpError
 from whet.web.registry import RunningServer, find_server
 from whet.web.server import LOOPBACK, require_libraries, serve
@@ -78,7 +79,10 @@ def watch_runs(
     on_ready: Callable[[RunningServer], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> int:
-    """Serve the live page of a folder of runs, or of one run, until a signal arrives. Return the exit code."""
+    """Serve the live page of a folder of runs, or of one run, until a signal arrives. Return the exit code.
+
+    The link of a single run opens the page of that run, not the list.
+    """
     require_libraries()
     folder = resolve_watch_folder(folder)
     with contextlib.suppress(OSError):
@@ -89,6 +93,7 @@ def watch_runs(
             routes.routes(),
             name=SERVER_NAME,
             about=str(folder),
+            view=f"#/run/{run_id(folder.name)}" if (folder / RUN_FILE).is_file() else "",
             port=port,
             address=address,
             allow_remote=allow_remote,
