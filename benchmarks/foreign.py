@@ -10,7 +10,7 @@ computes at a time, in random order in each round. A model or loop whose package
 
 "First step after" starts with a built model, loaded data and an initialized device; with measuring it includes it.
 "Second start" is the first step of the measured training in a new process with the caches of the first one; with
---warm there is a third start without the cached measurements, which measures again with cached compiled code. With
+--starts 3 there is a third one without the cached measurements, which measures again with cached compiled code. With
 --caches DIR, compiled code is kept there, and --fill only compiles: several models at once, before they are timed one
 after the other. --limit ends a loop whose steps take longer than that.
 
@@ -103,8 +103,8 @@ def report(given: argparse.Namespace) -> Iterator[str]:
                 variables=variables,
                 caches=given.caches,
                 limit=given.limit,
-                started_again=MEASURED,
-                measures_again=given.warm,
+                started_again=MEASURED if given.starts > 1 else None,
+                measures_again=given.starts > 2,
             )
         except NoLoopError as error:
             yield f"### {model}: {error}"
@@ -189,7 +189,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--caches", type=Path, help="a folder for compiled code, kept between calls")
     parser.add_argument("--limit", type=float, help="maximum seconds from a command to a loop until its answer")
     parser.add_argument("--fill", action="store_true", help="only compile, with --caches")
-    parser.add_argument("--warm", action="store_true", help="measure again with cached compiled code")
+    parser.add_argument("--starts", type=int, choices=(1, 2, 3), default=2, help="starts of the measured training")
     return complete(parser.parse_args(args), smoke_warmup=NUM_LOSSES)
 
 
