@@ -162,7 +162,7 @@ class CompiledLoss:
         if self.obstacle is not None:
             return function(*args)
         num_before = num_graphs()
-        code: Hashable = getattr(function, "__code__", type(function))
+        code: Any = getattr(function, "__code__", type(function))
         if (call := self._calls.get(code)) is None:
             call = torch.compile(_caller((*self._key, code)), fullgraph=True, dynamic=self._is_dynamic)
             self._calls[code] = call
