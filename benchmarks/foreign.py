@@ -136,6 +136,8 @@ def table(model: str, comparison: LoopComparison) -> Iterator[str]:
             yield f"- {times.name}, measurement: {trial}"
         for change in times.notes.get("changes", []):
             yield f"- {times.name}: {change}"
+    if timeline := comparison.second_notes.get("timeline"):
+        yield "- second start, until its first step: " + "; ".join(timeline)
     for name, why in comparison.missing.items():
         yield f"- {name}: {why}"
     yield ""

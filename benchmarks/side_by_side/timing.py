@@ -68,6 +68,8 @@ class LoopComparison:
     block_steps: int
     second_start: float | None = None
     """Seconds until the first step of `started_again`, in a new process with the same caches."""
+    second_notes: dict[str, Any] = field(default_factory=dict)
+    """What that process noted until then."""
     warm_measuring: float | None = None
     """The same without cached measurements, so that it measures again with cached compiled code."""
 
@@ -136,11 +138,12 @@ def compare_loops(
                 except LoopFailedError as error:
                     missing[loops[name].spec.name] = f"in round {number + 1}: {error}"
                     del loops[name], times[name]
-        second = _start_again(loops[started_again], variables) if started_again in loops else None
-        warm = None
+        second, warm, notes = None, None, {}
+        if started_again in loops:
+            second, notes = _start_again(loops[started_again], variables)
         if measures_again and started_again in loops:
             _forget_measurements(loops[started_again].cache)
-            warm = _start_again(loops[started_again], variables)
+            warm, _ = _start_again(loops[started_again], variables)
         return LoopComparison(
             spec=first.spec,
             description=str(first.made["description"]),
@@ -150,6 +153,7 @@ def compare_loops(
             missing=missing,
             block_steps=block,
             second_start=second,
+            second_notes=notes,
             warm_measuring=warm,
         )
 
@@ -205,14 +209,15 @@ def _forget_measurements(cache: Path) -> None:
     shutil.rmtree(cache / "whet" / "evidence", ignore_errors=True)
 
 
-def _start_again(loop: LoopProcess, variables: Mapping[str, str | None] | None) -> float:
-    """Return the seconds until the first step of the same training in a new process with the same caches."""
+def _start_again(loop: LoopProcess, variables: Mapping[str, str | None] | None) -> tuple[float, dict[str, Any]]:
+    """Return the seconds until the first step of the same training in a new process with the same caches, and its notes."""
     again = LoopProcess(loop.spec, variables=variables, cache=loop.cache, limit=loop.limit)
     try:
         again.wait_made()
-        return float(again.steps(1)["seconds"])
-    except LoopFailedError:
-        return math.nan
+        answer = again.steps(1)
+        return float(answer["seconds"]), answer["notes"]
+    except LoopFailedError as error:
+        return math.nan, {"timeline": [str(error)]}
     finally:
         again.close()
 
