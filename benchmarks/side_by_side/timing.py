@@ -210,7 +210,7 @@ def _forget_measurements(cache: Path) -> None:
 
 
 def _start_again(loop: LoopProcess, variables: Mapping[str, str | None] | None) -> tuple[float, dict[str, Any]]:
-    """Return the seconds until the first step of the same training in a new process with the same caches, and its notes."""
+    """Return the seconds until the first step in a new process with the same caches, and its notes."""
     again = LoopProcess(loop.spec, variables=variables, cache=loop.cache, limit=loop.limit)
     try:
         again.wait_made()
