@@ -507,6 +507,16 @@ def test_simulated_graphs_are_tried_where_they_may_gain(launches: LaunchFacts, t
     assert len([trial for trial in actual.trials if trial.setting == "graph"]) == (len(tried) or 1)
 
 
+@pytest.mark.parametrize(("launches", "value"), [(BUSY, "off"), (LaunchFacts(is_captured=True, share=0.9), "on")])
+def test_simulated_run_gets_the_graph_setting_that_was_measured(launches: LaunchFacts, value: str) -> None:
+    """The first steps of the run could decide otherwise: a ViT was captured in its run, and 1.85 times as slow."""
+    bench = SimulatedStepBench(ONE_SHAPE_PLAN, lambda _: 0.05, noise=gaussian(0.01), launches=lambda _: launches)
+    plan = search(ONE_SHAPE_PLAN, bench, budget_seconds=60).applied_to(ONE_SHAPE_PLAN)
+    assert plan.graph == value
+    assert plan.settings["graph"].source == "measured"
+    assert plan.settings["graph"].reason == (launches.obstacle or "the device waits for the host to launch kernels")
+
+
 def test_simulated_graph_of_compiled_code_is_tried_although_eager_steps_wait() -> None:
     """The step reads a value of the device, and compiled code does not. It is tried once more, not after every gain."""
     plan = make_plan(

@@ -254,6 +254,23 @@ def test_a_step_bench_prepares_slow_steps_with_few_of_them(
         prepared.close()
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_graphs_that_are_slower_than_eager_steps_are_given_up(graphs, monkeypatch, tmp_path, seconds):
+    """Simulated: the kernels of a replay take longer than those of eager steps, as a ViT's did on an H200."""
+    capture = SimulatedGraphs.capture
+
+    def slow(self, work):
+        replay, made = capture(self, work)
+        return (lambda: (time.sleep(seconds), replay())), made
+
+    monkeypatch.setattr(SimulatedGraphs, "capture", slow)
+    eager, timed = run(tmp_path / "eager", graph="off"), run(tmp_path / "timed", graph="launch_bound")
+    plan = whet.open_run(tmp_path / "timed").plan["settings"]["graph"]
+    assert plan["value"] == ("off" if seconds else "on")
+    assert ("times as long as a graph" in plan["reason"]) == bool(seconds)
+    assert_same(eager.state_dict(), timed.state_dict())
+
+
 def test_captures_count_once_as_preparation(graphs, monkeypatch):
     """Simulated: a capture takes long. Whether it happens in the first steps or after them, it is counted once."""
     capture = SimulatedGraphs.capture

@@ -29,7 +29,7 @@ from whet.autotune.trial import (
 from whet.base.units import format_seconds
 from whet.plan.plan import Plan
 from whet.plan.render import format_value
-from whet.plan.setting import Scalar, TuneTrial, Verdict
+from whet.plan.setting import MeasuredSetting, Scalar, TuneTrial, Verdict
 
 # Passes over all settings for each retry threshold. A pass without a winner ends the loop early.
 _PASSES = 3
@@ -392,9 +392,12 @@ def _result(
     step_seconds: float | None = None,
 ) -> TuningResult:
     reverted = None if gain or state.best is state.base else f"the rule-based plan is kept: {reason}"
+    measured = measured_settings(kept.plan, state.trials, reverted=reverted)
+    if (graph := _graph_as_measured(kept)) is not None:
+        measured["graph"] = graph
     return TuningResult(
         settings=dict(kept.settings),
-        measured=measured_settings(kept.plan, state.trials, reverted=reverted),
+        measured=measured,
         trials=tuple(state.trials),
         spent_seconds=state.context.budget.spent,
         is_complete=not _lacked_time_to_compile(state),
@@ -403,6 +406,19 @@ def _result(
         preparation_seconds=kept.prepared.preparation_seconds,
         summary=tuple(_summary(state, reason)),
     )
+
+
+def _graph_as_measured(kept: PreparedSettings) -> MeasuredSetting | None:
+    """Return the graph setting that the kept steps ran with, if the plan let the first steps decide.
+
+    The first steps of the run could decide otherwise, for example if another program delays the host.
+    """
+    launches = kept.prepared.launches
+    if kept.plan.graph != "launch_bound" or launches.is_captured is None:
+        return None
+    reason = launches.obstacle or "the device waits for the host to launch kernels"
+    evidence = {} if launches.share is None else {"launch_share": launches.share}
+    return MeasuredSetting(value="on" if launches.is_captured else "off", reason=reason, evidence=evidence)
 
 
 def _lacked_time_to_compile(state: _SearchState) -> bool:

@@ -46,6 +46,11 @@ _MAX_RECAPTURES = 3
 _TIMED_STEPS = 3
 _LAUNCH_BOUND_SHARE = 0.75
 """A step is launch-bound if launching its kernels takes at least this share of its time."""
+_MAX_REPLAY_RATIO = 1.05
+"""Replays are given up if they take longer than the eager steps by more than this factor, which timing noise explains.
+
+The kernels of a captured step may be others: those of a ViT on an H200 took 1.85 times as long.
+"""
 _CHECK_AT_LEAST_EVERY = 1024
 """Maximum number of replays between two checks against eager execution. A check also happens at every power of two."""
 _TOLERANCE = {"bf16": 5e-3, "fp16": 5e-3}
@@ -98,6 +103,9 @@ class GraphedStepper(Stepper):
         self._graphs = graphs
         self.is_launch_bound = None if only_if_launch_bound else True
         self._launch_shares: list[float] = []
+        self._eager_seconds: list[float] = []
+        self._replay_seconds: list[float] | None = [] if only_if_launch_bound else None
+        """Durations of the first replays, to be compared with those of eager steps; None if they are not compared."""
         self._is_compiled = is_compiled
         self._captured_kinds: set[Hashable] = set()
         """Combinations of loss, modes and number of micro-batches that have been captured.
@@ -160,7 +168,7 @@ class GraphedStepper(Stepper):
     def _replay_or_run(
         self, loss: MicroLoss, micro_batches: Iterable[MicroBatch], *, num_samples: int, step: int
     ) -> Outcome:
-        mark = self.device.mark
+        mark, began = self.device.mark, time.perf_counter()
         start = mark()
         read = list(micro_batches)
         loaded = mark()
@@ -194,12 +202,15 @@ class GraphedStepper(Stepper):
         replayed, norm = captured.outcome.loss.clone(), captured.outcome.grad_norm
         if expected is not None:
             self._check_loss(replayed, expected)
-        return Outcome(
+        outcome = Outcome(
             loss=replayed,
             grad_norm=None if norm is None else norm.clone(),
             marks=(*fetching, ("graph", moved, mark())),
             scalars={name: value.clone() for name, value in captured.outcome.scalars.items()},
         )
+        if self._replay_seconds is not None and expected is None:
+            self._time_replay(began)
+        return outcome
 
     def _find_obstacle(self) -> None:
         """Stop capturing if a hook or the optimizer would make replays wrong, or leave the update out of the graph."""
@@ -259,7 +270,8 @@ class GraphedStepper(Stepper):
         self.device.sync()
         # The first step allocates memory and loads kernels.
         if self._num_eager_steps:
-            self._launch_shares.append((launched - start) / max(time.perf_counter() - start, 1e-9))
+            self._eager_seconds.append(max(time.perf_counter() - start, 1e-9))
+            self._launch_shares.append((launched - start) / self._eager_seconds[-1])
         if len(self._launch_shares) < _TIMED_STEPS:
             return
         self.launch_share = share = statistics.median(self._launch_shares)
@@ -267,6 +279,18 @@ class GraphedStepper(Stepper):
         if not self.is_launch_bound:
             taken = format_percent(share)
             self.release_graphs(f"launching kernels takes {taken} of a step: the device is busy without a capture")
+
+    def _time_replay(self, began: float) -> None:
+        """Give up capturing if the first replays take longer than the eager steps did."""
+        assert self._replay_seconds is not None
+        self.device.sync()
+        self._replay_seconds.append(time.perf_counter() - began)
+        if len(self._replay_seconds) < _TIMED_STEPS:
+            return
+        replay, eager = statistics.median(self._replay_seconds), statistics.median(self._eager_seconds)
+        self._replay_seconds = None
+        if replay > _MAX_REPLAY_RATIO * eager:
+            self.release_graphs(f"a step takes {replay / eager:.2f} times as long as a graph")
 
     def _update(self, step: int) -> None:
         self._num_compute_syncs = len(self._syncs)

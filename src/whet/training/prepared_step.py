@@ -77,6 +77,7 @@ class LocalPreparedStep:
         self._reading = bench.read_batches(built.source)
         self._compiled = self._compile() if built.plan.compile != "off" else None
         self._number = self._replays_in_a_row = 0
+        self._launches_at_end: LaunchFacts | None = None
         self._shapes: set[Any] = set()
         # A learning rate of 0 preserves the arithmetic of the update but not its effect: repeated steps on the
         # same batches could produce denormal numbers, which are slow to compute with.
@@ -97,6 +98,9 @@ class LocalPreparedStep:
 
     @property
     def launches(self) -> LaunchFacts:
+        return self._launches_at_end or self._current_launches()
+
+    def _current_launches(self) -> LaunchFacts:
         stepper = self._built.stepper
         obstacle, num_captured = stepper.graph_obstacle, getattr(stepper, "num_captured", 0)
         is_captured = False if obstacle is not None else (num_captured > 0 or None)
@@ -175,7 +179,7 @@ class LocalPreparedStep:
         return None if peak is None else max(0, peak - self._bench.floor(self._built.device))
 
     def close(self) -> None:
-        stepper = self._built.stepper
+        stepper, self._launches_at_end = self._built.stepper, self.launches
         stepper.abort()
         stepper.release_graphs("the measurement is over")
         stepper.optimizer.state.clear()
