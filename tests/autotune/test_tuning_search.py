@@ -458,6 +458,21 @@ def test_simulated_settings_that_reuse_compiled_code_are_tried_on_it() -> None:
     assert len(compiled) <= 2, "there is no time to compile for other settings"
 
 
+def test_simulated_setting_that_lost_is_not_compiled_for() -> None:
+    """tf32 lost to bf16 before compiling. Trying it again would take as long as all other trials."""
+    workload = Workload(recipe="net", num_parameters=10**8, global_batch_size=16, num_steps=50_000)
+    plan = make_plan(load_machine("h200"), workload, overrides={"micro_batch": 16})
+
+    def seconds(plan: Plan) -> float:
+        return faster_compiled(plan) * (1.0 if plan.precision == "bf16" else 1.35)
+
+    bench = SimulatedStepBench(plan, seconds, noise=gaussian(0.004))
+    actual = search(plan, bench, budget_seconds=200)
+    assert {"precision": "bf16", "compile": "on"}.items() <= actual.settings.items()
+    tried = [trial.settings["precision"] for trial in actual.trials if trial.against.get("compile") == "on"]
+    assert "tf32" not in tried
+
+
 # --- graphs ----------------------------------------------------------------------------------------------------------
 
 ONE_SHAPE_PLAN = make_plan(

@@ -228,7 +228,10 @@ def _may_recompile(state: _SearchState, candidate: PlanCandidate) -> bool:
 
     Compiled code needs less memory, so a larger micro-batch may fit. A smaller one brings nothing. After a compilation
     that took too long, no other is started: the code of the best settings may come from the cache, that of others not.
+    Nor is a value that lost on the model's own code, such as tf32 to bf16: trying it takes as long as all other trials.
     """
+    if state.speedups.get(frozenset([(candidate.setting, candidate.value)]), 1.0) < _RETRY_ABOVE:
+        return False
     if any(trial.verdict == "cut off" and trial.against.get("compile", "off") != "off" for trial in state.trials):
         return False
     is_smaller = candidate.setting == "micro_batch" and candidate.value < state.best.plan.micro_batch  # type: ignore[operator]
