@@ -1,9 +1,11 @@
 """The loss function is compiled with the model, where torch can trace both as one piece of code."""
 
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -132,7 +134,7 @@ def test_a_loss_that_cannot_be_traced_as_a_whole_leaves_the_model_compiled(graph
     assert capsys.readouterr().out == "computed\n" * 3, "tracing does not run the loss"
 
 
-def test_a_loss_with_a_changing_python_value_is_compiled_at_most_twice(graphs: list[str]) -> None:
+def test_a_loss_with_a_changing_python_value_is_found_before_the_first_step(graphs: list[str]) -> None:
     model, losses = Net(), []
 
     def counting(batch: Any) -> Tensor:
@@ -140,13 +142,31 @@ def test_a_loss_with_a_changing_python_value_is_compiled_at_most_twice(graphs: l
         return functional.cross_entropy(model(batch.x), batch.y) * len(losses)
 
     loss, calls = adapt_loss(counting, model), compiled(model)
-    with calls.in_use():
-        values = [float(backward(loss, make_micro(), model)[0]) for _ in range(5)]
+    calls.settle_loss(loss, make_micro(), CpuDevice(), precision="fp32")
     assert calls.loss is not None
     assert "value that changes" in (calls.loss.obstacle or "")
-    assert len(losses) == 5, "each step ran the loss once"
+    num_before = len(graphs)
+    losses.clear()
+    with calls.in_use():
+        values = [float(backward(loss, make_micro(), model)[0]) for _ in range(5)]
     assert [value / values[0] for value in values] == pytest.approx([1, 2, 3, 4, 5])
-    assert sum("cross_entropy" in graph for graph in graphs) == 2
+    assert len(losses) == 5, "each step ran the loss once"
+    assert "cross_entropy" not in "".join(graphs[num_before:]), "only the model is compiled"
+
+
+def test_a_value_that_changes_once_is_compiled_for(graphs: list[str]) -> None:
+    model, weights = Net(), [1.0]
+    loss = adapt_loss(lambda batch: functional.cross_entropy(model(batch.x), batch.y) * weights[0], model)
+    calls = compiled(model)
+    calls.settle_loss(loss, make_micro(), CpuDevice(), precision="fp32")
+    with calls.in_use():
+        before = float(backward(loss, make_micro(), model)[0])
+        weights[0] = 3.0
+        after = float(backward(loss, make_micro(), model)[0])
+    assert after == pytest.approx(3 * before)
+    assert calls.loss is not None
+    assert calls.loss.obstacle is None
+    assert len(graphs) == 2
 
 
 def test_an_error_of_the_loss_is_raised_as_without_compiling(graphs: list[str]) -> None:
@@ -162,16 +182,46 @@ def test_a_model_that_computes_its_loss_is_compiled_alone(graphs: list[str]) -> 
     model = Scored()
     device = CpuDevice()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    own = adapt_loss(lambda batch: model(batch.x, batch.y)["loss"], model)
-    outside = adapt_loss(lambda batch: functional.cross_entropy(model(batch.x, batch.y)["logits"], batch.y), model)
-    calls, others = compiled(model), compiled(model)
-    rng = torch.get_rng_state()
-    calls.leave_loss(own, make_micro(), device, precision="fp32")
-    others.leave_loss(outside, make_micro(), device, precision="fp32")
-    assert calls.loss is None
-    assert others.loss is not None
+
+    def own(batch: Any) -> Tensor:
+        return model(batch.x, batch.y)["loss"]
+
+    def outside(batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch.x, batch.y)["logits"], batch.y)
+
+    for loss, has_own in ((own, True), (outside, False)):
+        calls, rng = compiled(model), (torch.get_rng_state(), random.getstate())
+        calls.settle_loss(adapt_loss(loss, model), make_micro(), device, precision="fp32")
+        assert (calls.loss is None) == has_own
+        assert torch.equal(torch.get_rng_state(), rng[0])
+        assert random.getstate() == rng[1]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), rng)
+    assert len(graphs) == 1
+
+
+def test_settling_restores_the_generators_that_a_loss_draws_from(graphs: list[str]) -> None:
+    model = Net()
+
+    def mixing(batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch.x), batch.y) * random.random() + torch.rand(()) + np.random.rand()
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    compiled(model).settle_loss(adapt_loss(mixing, model), make_micro(), CpuDevice(), precision="fp32")
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
+    assert graphs, "it was settled"
+
+
+def test_a_loss_that_fails_while_it_is_settled_fails_in_its_step(graphs: list[str]) -> None:
+    model = Net()
+
+    def failing(_batch: Any) -> Tensor:
+        raise MemoryError("too much")
+
+    calls = compiled(model)
+    calls.settle_loss(adapt_loss(failing, model), make_micro(), CpuDevice(), precision="fp32")
+    assert calls.loss is not None
     assert graphs == []
 
 

@@ -232,3 +232,18 @@ def test_a_manual_step_has_no_fp16_because_its_loss_is_not_scaled() -> None:
 
 def test_a_measured_precision_does_not_apply_to_the_users_code() -> None:
     assert output_dtypes(measured="bf16") == {"step": HALF, "evaluation": FULL, "manual": FULL}
+
+
+def test_a_manual_step_in_bf16_uses_the_weights_as_they_are() -> None:
+    """Autocast keeps converted weights, which may come from a pass without gradients or from before an update."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1), torch.ones(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"global_batch_size": 4, "max_steps": 1, "overrides": {"precision": "bf16"}}
+    with whet.Session(model, optimizer, DtypeDataset(), **options) as session, session.manual(next(iter(session))):
+        with torch.no_grad():
+            before = model(x)
+        model(x).sum().backward()
+        assert model.weight.grad is not None
+        optimizer.step()
+        assert not torch.equal(model(x), before)

@@ -13,6 +13,7 @@ import whet
 from fake_device import FakeDevice, FakeReader
 from small_models import convnet, images
 from whet.base.errors import UsageError
+from whet.device.cpu import CpuDevice
 from whet.machine.facts import SystemState
 from whet.machine.load import ProcessUsage, Usage
 from whet.run.curve import downsample_curves
@@ -151,6 +152,22 @@ def test_deferred_events_follow_the_step_they_belong_to(monkeypatch: pytest.Monk
     assert queued.logged == [("step", 1), ("health", 1), ("step", 2), ("health", 2)]
     queued.recorder.read()
     assert queued.logged[4:] == [("step", 3), ("health", 3)]
+
+
+def test_each_phase_of_a_step_ends_at_a_later_mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Simulated: MPS raises for the time between a mark and itself. Data on the device has no transfer."""
+    number = iter(range(10**6))
+
+    def elapsed_seconds(_device: CpuDevice, start: int, end: int) -> float:
+        assert end > start
+        return float(end - start)
+
+    monkeypatch.setattr(CpuDevice, "mark", lambda _device: next(number))
+    monkeypatch.setattr(CpuDevice, "elapsed_seconds", elapsed_seconds)
+    train(tmp_path / "run", overrides={"data_location": "device", "micro_batch": 4, "threads": 1})
+    phases = {phase for event in events(tmp_path / "run", "step") for phase in event.get("seconds")}
+    assert {"data", "forward", "backward", "optimizer"} <= phases
+    assert "transfer" not in phases
 
 
 def test_usage_of_this_process_is_read_from_the_system() -> None:

@@ -1,8 +1,10 @@
 """Causality checks: planted leaks, explicit masks, the cache, and what a run does with the result."""
 
+import dataclasses
 import importlib
 import py_compile
 import sys
+import uuid
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -403,6 +405,25 @@ def test_cache_key_is_the_same_in_another_process_that_notes_times_and_random_na
     if not is_compiled:
         others = [{"SCALE": 0.12346}, {"HEADS": 8}, {"WIDTH": 2e9}, {"DATA": "corpus-2026-11-02"}, {"SESSION": "eager"}]
         assert len({first, *(key(**changes) for changes in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("seconds_since_boot", [5.0, 1e6])
+def test_small_numbers_are_no_clock_values(monkeypatch: pytest.MonkeyPatch, seconds_since_boot: float) -> None:
+    """Simulated: a computer that slept has run for less time than this process has existed."""
+    monkeypatch.setattr(cache.time, "perf_counter", lambda: seconds_since_boot)
+    assert cache._serializable(1.2345) == 1.2345
+    assert cache._serializable(0.0003) == 0.0003
+
+
+def test_config_dataclasses_lose_what_differs_in_every_process() -> None:
+    @dataclasses.dataclass
+    class Config:
+        run: str
+        width: int = 8
+
+    first, second = (cache._serializable(Config(run=uuid.uuid4().hex)) for _ in range(2))
+    assert first == second
+    assert first != cache._serializable(Config(run=uuid.uuid4().hex, width=16))
 
 
 def test_each_session_is_checked(tmp_path: Path) -> None:

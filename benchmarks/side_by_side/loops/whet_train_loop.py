@@ -33,7 +33,9 @@ class GateCallback(whet.Callback):
             settings = self._plan.settings
             self._gate.notes["plan"] = {name: settings[name].value for name in SHOWN_SETTINGS if name in settings}
             self._gate.notes["trials"] = [
-                f"{trial.setting}={trial.settings.get(trial.setting, '')}: {trial.verdict}, {trial.note} "
+                trial.note
+                if trial.verdict == "not tried"
+                else f"{trial.setting}={trial.settings.get(trial.setting, '')}: {trial.verdict}, {trial.note} "
                 f"({trial.spent_seconds:.1f} s, {trial.preparation_seconds or 0:.1f} s of it to prepare)"
                 for trial in self._plan.trials
             ]

@@ -279,6 +279,7 @@ class ProcessPreparedStep:
         response = self._bench.request(timeout, do="step", number=self._number, index=index)
         self._slowest = max(self._slowest, float(response["seconds"]))
         self._peak_bytes = response["bytes"]
+        self.launches = LaunchFacts(**response["launches"])
         return float(response["seconds"])
 
     def check(self, *, seconds: float) -> None:
@@ -342,8 +343,9 @@ def _respond(bench: StepBench, prepared: dict[int, PreparedStep], request: dict[
                     "launches": asdict(ready.launches),
                 }
             case "step":
-                seconds = prepared[number].step(request["index"])
-                return {"seconds": seconds, "bytes": prepared[number].peak_bytes()}
+                ready = prepared[number]
+                seconds = ready.step(request["index"])
+                return {"seconds": seconds, "bytes": ready.peak_bytes(), "launches": asdict(ready.launches)}
             case "check":
                 prepared[number].check(seconds=request["seconds"])
                 return {}

@@ -46,8 +46,8 @@ _FIRST_SHARE = 0.5
 # it.
 _TRIAL_SHARE = 0.34
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
-# Maximum fraction of that time for the first of two ways to compile, so that there is time for the second. A GPU with
-# less than these seconds gets all of them for the first one, because a part of them would be too short for both.
+# Maximum fraction of that time for the first of two ways to compile, so that there is time for the second. On a GPU
+# with less time than this, the first one gets all of it: half would be too short for either.
 _FIRST_COMPILE_SHARE = 0.5
 _MIN_SHARED_SECONDS_GPU = 30.0
 # GPU precisions to skip once the other one was tried. On tensor cores, bf16 is as fast as fp16 and needs no loss
@@ -228,9 +228,11 @@ def _may_recompile(state: _SearchState, candidate: PlanCandidate) -> bool:
 
     Compiled code needs less memory, so a larger micro-batch may fit. A smaller one brings nothing. After a compilation
     that took too long, no other is started: the code of the best settings may come from the cache, that of others not.
-    Nor is a value that lost on the model's own code, such as tf32 to bf16: trying it takes as long as all other trials.
+    A value that was slower with eager code, such as tf32 instead of bf16, is not tried either: one compilation takes as
+    long as all other trials.
     """
-    if state.speedups.get(frozenset([(candidate.setting, candidate.value)]), 1.0) < _RETRY_ABOVE:
+    alone = state.speedups.get(frozenset([(candidate.setting, candidate.value)]), 1.0)
+    if candidate.setting != "micro_batch" and alone < _RETRY_ABOVE:
         return False
     if any(trial.verdict == "cut off" and trial.against.get("compile", "off") != "off" for trial in state.trials):
         return False

@@ -114,10 +114,15 @@ class AbstractDevice(ABC):
         """Return a context that restores the settings of `use_precision` on exit."""
         return contextlib.nullcontext()
 
-    def autocast(self, precision: str) -> AbstractContextManager[object]:
-        """Return the context of the forward pass: autocast for "bf16" and "fp16", otherwise a null context."""
+    def autocast(self, precision: str, *, keeps_weights: bool = True) -> AbstractContextManager[object]:
+        """Return the context of the forward pass: autocast for "bf16" and "fp16", otherwise a null context.
+
+        With `keeps_weights`, weights are converted once, so they must not change inside the context.
+        """
         half = HALF_TYPES.get(precision)
-        return torch.autocast(self.torch_device.type, dtype=half) if half else _NO_CONTEXT
+        if half is None:
+            return _NO_CONTEXT
+        return torch.autocast(self.torch_device.type, dtype=half, cache_enabled=keeps_weights)
 
     @contextlib.contextmanager
     def use_kernels(self, *, attention: str = "torch", norms: str = "torch") -> Iterator[None]:

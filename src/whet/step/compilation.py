@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from whet.base.errors import WhetError
-from whet.data.batch import MicroBatch, micro_batch_shapes
+from whet.data.batch import MicroBatch
 from whet.device.abstract import AbstractDevice
 from whet.device.environment import configure_compile_cache
-from whet.device.rng import get_torch_rng, set_torch_rng
+from whet.device.rng import get_host_rng, get_torch_rng, set_host_rng, set_torch_rng
 from whet.plan.plan import Plan
 from whet.step.model_contexts import find_blocks, has_batch_statistics
-from whet.step.rollback import BufferSnapshot
+from whet.step.rollback import BufferSnapshot, release_traceback
 
 _DYNAMIC_LENGTHS = ("sorted", "packed", "packed_bucketed")
 """Values of `lengths` that produce too many shapes to compile each one separately."""
@@ -70,12 +70,38 @@ class CompiledCalls:
         self.loss = CompiledLoss(model, is_dynamic, plan.attention) if plan.compile == "on" else None
         self._cache_tag = "" if plan.attention == "torch" else f"attention={plan.attention}"
 
-    def leave_loss(
+    def settle_loss(
         self, loss: Callable[[MicroBatch], Any], micro: MicroBatch, device: AbstractDevice, *, precision: str
     ) -> None:
-        """Leave the loss function out if the model itself computes the loss. Call this before the first use."""
-        if self.loss is not None and computes_loss(self._model, loss, micro, device, precision=precision):
-            self.loss = None
+        """Decide whether the loss function is compiled with the model. Call this once, before the first use.
+
+        It is not if the model itself computes the loss, as in transformers: that gains nothing. Nor is it if torch
+        cannot trace it, or compiles it again for the same micro-batch. A step in the middle of a run would then switch
+        to other code, and a resumed run would switch at another step. The loss is called up to three times; the buffers
+        of the model and the generators are restored.
+        """
+        if self.loss is None:
+            return
+        micro = micro.map_tensors(device.put)
+        buffers, rng, host_rng = BufferSnapshot(self._model), get_torch_rng(device), get_host_rng()
+        try:
+            with device.compute_context(), device.autocast(precision):
+                if _computes_loss(self._model, loss, micro):
+                    self.loss = None
+                    return
+                with self.in_use():
+                    loss(micro)
+                    num_before = num_graphs()
+                    loss(micro)
+            if num_graphs() != num_before and self.loss.obstacle is None:
+                self.loss.obstacle = "torch compiles it again in each call: it depends on a Python value that changes"
+        except Exception as error:
+            # The first step fails in the same way, or has less memory in use.
+            release_traceback(error)
+        finally:
+            buffers.restore()
+            set_torch_rng(rng, device)
+            set_host_rng(host_rng)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -115,24 +141,15 @@ def compiled_loss(model: nn.Module) -> "CompiledLoss | None":
     return _losses.get(id(model))
 
 
-def computes_loss(
-    model: nn.Module, loss: Callable[[MicroBatch], Any], micro: MicroBatch, device: AbstractDevice, *, precision: str
-) -> bool:
-    """Return whether the loss is an output of the model, as in transformers.
-
-    Compiling the loss function with such a model gains nothing. This calls the loss once, and restores the buffers of
-    the model and the generator of the device.
-    """
+def _computes_loss(model: nn.Module, loss: Callable[[MicroBatch], Any], micro: MicroBatch) -> bool:
+    """Return whether the loss is an output of the model, by calling it."""
     outputs: list[Any] = []
-    buffers, rng = BufferSnapshot(model), get_torch_rng(device)
     hook = model.register_forward_hook(lambda _model, _inputs, output: outputs.extend(_values(output)))
     try:
-        with device.compute_context(), torch.no_grad(), device.autocast(precision):
-            returned = loss(micro.map_tensors(device.put))
+        with torch.no_grad():
+            returned = loss(micro)
     finally:
         hook.remove()
-        buffers.restore()
-        set_torch_rng(rng, device)
     return any(value is output for value in _values(returned) for output in outputs)
 
 
@@ -143,31 +160,28 @@ def _values(output: Any) -> list[Any]:
 class CompiledLoss:
     """Calls a loss function as one piece of compiled code with the model that it calls.
 
-    The compiler then fuses the loss with the last layers, and keeps fewer activations for the backward pass. The loss
-    must be traceable as a whole, and for its shapes only once. Otherwise `obstacle` holds the reason, and only the
-    calls of the model are compiled.
+    The compiler then fuses the loss with the last layers, and keeps fewer activations for the backward pass. If torch
+    cannot trace the loss as a whole, `obstacle` holds the reason, and only the calls of the model are compiled.
     """
 
     def __init__(self, model: nn.Module, is_dynamic: bool | None, attention: str) -> None:
         self.obstacle: str | None = None
         self._is_dynamic = is_dynamic
-        # Attention kernels are no guard of compiled code (torch 2.13).
+        # torch does not check the attention kernel before it reuses compiled code (torch 2.13).
         self._key = type(model), tuple(parameter.shape for parameter in model.parameters()), attention
         self._calls: dict[Hashable, Callable[..., Any]] = {}
         """Compiled callers, by the code of the loss function."""
-        self._compiled_for: set[Hashable] = set()
 
-    def __call__(self, micro: MicroBatch, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args)` for the data of a micro-batch."""
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function(*args)`."""
         if self.obstacle is not None:
             return function(*args)
-        num_before = num_graphs()
         code: Any = getattr(function, "__code__", type(function))
         if (call := self._calls.get(code)) is None:
             call = torch.compile(_caller((*self._key, code)), fullgraph=True, dynamic=self._is_dynamic)
             self._calls[code] = call
         try:
-            returned = call(function, *args)
+            return call(function, *args)
         except Exception as error:
             if not type(error).__module__.startswith(_COMPILER_MODULES):
                 raise
@@ -175,15 +189,6 @@ class CompiledLoss:
             returned = function(*args)
             self.obstacle = _compile_error_text(error)
             return returned
-        if num_graphs() != num_before:
-            self._note_graph(code, torch.is_grad_enabled(), *micro_batch_shapes(micro))
-        return returned
-
-    def _note_graph(self, *key: Hashable) -> None:
-        """Give up if the loss was compiled again although all shapes are known: it depends on a Python value."""
-        if key in self._compiled_for:
-            self.obstacle = "it would be compiled in each step, because it depends on a value that changes"
-        self._compiled_for.add(key)
 
 
 _callers: dict[Hashable, Callable[..., Any]] = {}

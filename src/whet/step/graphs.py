@@ -47,9 +47,10 @@ _TIMED_STEPS = 3
 _LAUNCH_BOUND_SHARE = 0.75
 """A step is launch-bound if launching its kernels takes at least this share of its time."""
 _MAX_REPLAY_RATIO = 1.05
-"""Replays are given up if they take longer than the eager steps by more than this factor, which timing noise explains.
+"""Graphs are given up if replays take more than this many times as long as eager steps.
 
-The kernels of a captured step may be others: those of a ViT on an H200 took 1.85 times as long.
+Smaller differences may be timing noise. A capture may select other kernels: those of a ViT on an H200 took 1.85 times
+as long.
 """
 _CHECK_AT_LEAST_EVERY = 1024
 """Maximum number of replays between two checks against eager execution. A check also happens at every power of two."""
@@ -103,7 +104,8 @@ class GraphedStepper(Stepper):
         self._graphs = graphs
         self.is_launch_bound = None if only_if_launch_bound else True
         self._launch_shares: list[float] = []
-        self._eager_seconds: list[float] = []
+        self._eager_seconds: dict[Hashable, list[float]] = {}
+        """Durations of the first eager steps, by their key."""
         self._replay_seconds: list[float] | None = [] if only_if_launch_bound else None
         """Durations of the first replays, to be compared with those of eager steps; None if they are not compared."""
         self._is_compiled = is_compiled
@@ -168,12 +170,12 @@ class GraphedStepper(Stepper):
     def _replay_or_run(
         self, loss: MicroLoss, micro_batches: Iterable[MicroBatch], *, num_samples: int, step: int
     ) -> Outcome:
-        mark, began = self.device.mark, time.perf_counter()
+        mark = self.device.mark
         start = mark()
         read = list(micro_batches)
         loaded = mark()
         made = [micro if micro.is_on_device else micro.map_tensors(self.device.put) for micro in read]
-        moved = mark()
+        moved, began = mark(), time.perf_counter()
         fetching = ("data", start, loaded), ("transfer", loaded, moved)
         # A graph is valid only for these shapes, this loss and these modes.
         key = (num_samples, *map(signature, made), loss_key(loss), self._tensors.modes())
@@ -208,8 +210,8 @@ class GraphedStepper(Stepper):
             marks=(*fetching, ("graph", moved, mark())),
             scalars={name: value.clone() for name, value in captured.outcome.scalars.items()},
         )
-        if self._replay_seconds is not None and expected is None:
-            self._time_replay(began)
+        if self._replay_seconds is not None and expected is None and key in self._eager_seconds:
+            self._time_replay(key, began)
         return outcome
 
     def _find_obstacle(self) -> None:
@@ -251,7 +253,7 @@ class GraphedStepper(Stepper):
         # An update outside the graph may wait for the device.
         syncs = self._syncs if self._captures_update else self._syncs[: self._num_compute_syncs]
         if self.is_launch_bound is None:
-            self._time_launches(start)
+            self._time_launches(key, start)
         # Clear the gradients, as a replay does: its gradients are in the graph's pool.
         self.optimizer.zero_grad(set_to_none=True)
         self._num_eager_steps += 1
@@ -264,14 +266,15 @@ class GraphedStepper(Stepper):
             self.release_graphs(f"no shape repeated in {self._num_eager_steps} steps")
         return outcome
 
-    def _time_launches(self, start: float) -> None:
+    def _time_launches(self, key: Hashable, start: float) -> None:
         """Decide from the first steps whether they are launch-bound; otherwise, capturing does not pay off."""
         launched = time.perf_counter()
         self.device.sync()
         # The first step allocates memory and loads kernels.
         if self._num_eager_steps:
-            self._eager_seconds.append(max(time.perf_counter() - start, 1e-9))
-            self._launch_shares.append((launched - start) / self._eager_seconds[-1])
+            seconds = max(time.perf_counter() - start, 1e-9)
+            self._eager_seconds.setdefault(key, []).append(seconds)
+            self._launch_shares.append((launched - start) / seconds)
         if len(self._launch_shares) < _TIMED_STEPS:
             return
         self.launch_share = share = statistics.median(self._launch_shares)
@@ -280,17 +283,17 @@ class GraphedStepper(Stepper):
             taken = format_percent(share)
             self.release_graphs(f"launching kernels takes {taken} of a step: the device is busy without a capture")
 
-    def _time_replay(self, began: float) -> None:
+    def _time_replay(self, key: Hashable, began: float) -> None:
         """Give up capturing if the first replays take longer than the eager steps did."""
         assert self._replay_seconds is not None
         self.device.sync()
         self._replay_seconds.append(time.perf_counter() - began)
         if len(self._replay_seconds) < _TIMED_STEPS:
             return
-        replay, eager = statistics.median(self._replay_seconds), statistics.median(self._eager_seconds)
+        replay, eager = statistics.median(self._replay_seconds), statistics.median(self._eager_seconds[key])
         self._replay_seconds = None
         if replay > _MAX_REPLAY_RATIO * eager:
-            self.release_graphs(f"a step takes {replay / eager:.2f} times as long as a graph")
+            self.release_graphs(f"a replayed step takes {replay / eager:.2f} times as long as an eager one")
 
     def _update(self, step: int) -> None:
         self._num_compute_syncs = len(self._syncs)

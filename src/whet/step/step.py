@@ -218,9 +218,11 @@ class Stepper:
         ):
             moved = loaded = mark()
             micro = loaded_micro
+            marks.append(("data", start, loaded))
             if not micro.is_on_device:
                 micro = micro.map_tensors(self.device.put)
                 moved = mark()
+                marks.append(("transfer", loaded, moved))
             # With several ranks, the total weight is not known yet.
             is_whole = len(micro.ids) == num_samples and strategy.is_single_process
             with strategy.micro_batch_context(is_last=is_last):
@@ -246,12 +248,7 @@ class Stepper:
             if strategy.is_single_process and not isinstance(returned, Tensor):
                 _add_scalars(scalars, returned, share=len(micro) / num_samples)
             done = mark()
-            marks += [
-                ("data", start, loaded),
-                ("transfer", loaded, moved),
-                ("forward", moved, forwarded),
-                ("backward", forwarded, done),
-            ]
+            marks += [("forward", moved, forwarded), ("backward", forwarded, done)]
             start = done
         assert loss_sum is not None, "a global batch has at least one micro-batch"
         return loss_sum, weight_sum, marks

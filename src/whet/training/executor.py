@@ -21,6 +21,7 @@ from whet.distributed.strategies import RetryStepError
 from whet.plan.plan import with_runtime_changes, with_smaller_eval_batch
 from whet.plan.setting import MeasuredSetting
 from whet.step.apply_plan import apply_kernels
+from whet.step.compilation import compiled_loss
 from whet.step.loss import MicroLoss
 from whet.step.model_contexts import checkpoint_activations
 from whet.step.rollback import StepRollback, reduce_memory, release_traceback
@@ -70,6 +71,8 @@ class Executor:
         """The kind of device before the resume; None if it has not changed."""
         self.is_ready = False
         """Whether the model has been verified and compiled, so that the plan is in force."""
+        self._loss_obstacle: str | None = None
+        """The reason why the loss is not compiled with the model, as far as it has been logged."""
         self._has_stepped = False
         self._oom_step: int | None = None
 
@@ -185,6 +188,8 @@ class Executor:
             self.splitting.log_decision()
         if stepper.graph_obstacle is not None or stepper.is_launch_bound:
             self._log_graph_refusal(stepper, number)
+        if run.plan.compile == "on":
+            self._log_loss_obstacle(number)
         if stepper.kernel_obstacle is not None:
             # Switch all optimizers: the plan, which a resume follows, has a single setting for them.
             self.use_own_kernels(stepper.kernel_obstacle)
@@ -244,6 +249,15 @@ class Executor:
         off = MeasuredSetting(value="off", reason=reason, evidence={"step": number})
         run.use_plan(with_runtime_changes(run.plan, {"graph": off}))
         run.log.event("plan", step=number, message=f"steps are not captured as graphs: {reason}")
+
+    def _log_loss_obstacle(self, number: int) -> None:
+        """If the loss has stopped being compiled with the model, log that a resumed run may round differently."""
+        loss = compiled_loss(self._run.model)
+        if loss is not None and loss.obstacle != self._loss_obstacle:
+            self._loss_obstacle = loss.obstacle
+            action = f"your loss function is no longer compiled since step {number:,}: {loss.obstacle}"
+            self._run.log.event("plan", step=number, message=action, exact=False)
+            self._run.note_inexact(number, action)
 
     def use_own_kernels(self, reason: str) -> None:
         """Restore the kernels that the user's optimizers had before the session."""
@@ -324,6 +338,8 @@ class Executor:
             )
             if plan is not run.plan:
                 run.use_plan(plan)
+            loss_in_use = compiled_loss(run.model)
+            self._loss_obstacle = None if loss_in_use is None else loss_in_use.obstacle
         self.is_ready = True
 
     def _check_attention_is_used(self, loss: MicroLoss, batch: GlobalBatch) -> None:

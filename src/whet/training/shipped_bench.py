@@ -112,7 +112,7 @@ def shipped_bench(
 
 
 def start_early(model: nn.Module) -> EarlyProcess:
-    """Start the process of a bench, which imports what it will need in any case."""
+    """Start the process of a bench, and let it import the modules that every bench needs."""
     modules = {type(part).__module__ for part in model.modules()}
     # A module of the user may do more than define a model, so it is imported only if the model is sent.
     files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in modules}

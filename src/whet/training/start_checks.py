@@ -174,7 +174,7 @@ class StartChecks:
         before = cache.load_verified(key) if key and plan.verify == "on" else None
         with ExitStack() as undo:
             calls = CompiledCalls(model, plan)
-            calls.leave_loss(loss, micro, device, precision=plan.precision)
+            calls.settle_loss(loss, micro, device, precision=plan.precision)
             undo.enter_context(calls.in_use())
             why_not = skip_reason(plan)
             if why_not is not None:

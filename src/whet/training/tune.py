@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Literal, Never
 
@@ -54,8 +54,8 @@ _MIN_SHIPPING_SECONDS = 15.0
 """Minimum budget in seconds for another process: with less, starting it would leave no time for trials."""
 _MIN_STEPS_TO_START_EARLY, _MIN_CORES_TO_START_EARLY = 20_000, 4
 _MIN_MEMORY_TO_START_EARLY = 8 * GB
-"""Runs with more steps are probably measured in another process. It is started before that is known if it does not
-disturb the timed steps: on a GPU, with free cores and memory."""
+"""Runs with at least this many steps are probably measured in another process. On a GPU with enough free cores and
+memory, it is started early, while the first steps are timed."""
 _MAX_START_SHARE = 1 / 4
 """Maximum fraction of the budget for starting another process. Beyond it, this process measures instead."""
 _MIN_SEARCH_SHARE = 1 / 2
@@ -265,8 +265,9 @@ def _measure(
     with ExitStack() as stack:
         early = None
         if open_bench is None and _may_start_early(plan, num_steps):
-            early = start_early(config.model)
-            stack.callback(early.close)
+            with suppress(OSError):
+                early = start_early(config.model)
+                stack.callback(early.close)
         return _measure_with(config, loss, plan, num_steps, open_bench=open_bench, early=early)
 
 

@@ -72,7 +72,7 @@ class RequestGuard:
         self._key = key
         self._hosts = frozenset(host.lower() for host in hosts)
         self._methods = frozenset(methods)
-        self._entry = _ENTRY.format(view=html.escape(view))
+        self._entry = _ENTRY.replace("{view}", html.escape(view))
         self._limits = limits or ClientLimits()
         self._error_format = error_format
         self._on_failure = on_failure

@@ -103,7 +103,8 @@ def choose_graph(context: RuleContext) -> Decision:
     4, ... and at every 1,024th of all. The run then rolls back to its last checkpoint. Gradients are not available
     after a step. Hooks would not be called, so a model with hooks is not captured.
     For any other model whose samples have one shape, the first steps decide (launch_bound): they are timed, and later
-    steps are captured only if launching kernels takes the host three quarters of the time. On an H200, an MLP with
+    steps are captured only if launching kernels takes the host three quarters of the time. The first replays are timed
+    too, and graphs are given up if they take more than 1.05 times as long as those eager steps. On an H200, an MLP with
     eight layers of width 512 and a batch of 256 trained 416,217 samples a second with graphs, and 43,237 without.
     The learning rate of your optimizer may change in every step. If other hyperparameters change too, such as the betas
     with OneCycleLR, the update stays outside the graph. So does that of torch's optimizers without fused kernels (rule

@@ -5,7 +5,7 @@ import errno
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,16 @@ def emit_event(on_event: EventHandler | None, kind: str, fields: dict[str, Any])
 
 _PendingStep = tuple[dict[str, Any], np.ndarray, Outcome, Mark]
 """The facts of a step, the ids of its samples, its outcome, and a mark that the device reaches after it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StepNumbers:
+    """The values of the tensors of a step, and its seconds by phase."""
+
+    loss: float | None
+    norm: float | None
+    scalars: dict[str, float]
+    seconds: dict[str, float]
 
 
 class Recorder(Callback):
@@ -157,10 +167,7 @@ class Recorder(Callback):
 
     def warn(self, step: int, what: str, error: WhetError, *, path: Path, retry: str) -> None:
         """Log a disk error that does not stop training."""
-        cause = error.__cause__
-        code = errno.errorcode.get(cause.errno or 0, "unknown") if isinstance(cause, OSError) else "unknown"
-        facts = {"path": str(path), "errno": code, "free_bytes": durable.free_bytes(path), "retry": retry}
-        self.event("warning", step=step, reason=f"{what}: {error.what}: {error.got}", **facts)
+        self.event("warning", step=step, **_disk_error(what, error, path=path, retry=retry))
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add seconds spent on evaluation or saving to the record of the oldest step that is not yet written."""
@@ -213,7 +220,7 @@ class Recorder(Callback):
         """Read the pending outcomes, waiting for the device only once, and write them."""
         pending, self._pending, self._num_left = self._pending, [], 0
         if pending:
-            self._read_steps(pending)
+            self._write_steps(pending, self._read_numbers(pending))
         self._read_at = time.monotonic()
         self._write_waiting(until_step=None)
 
@@ -235,7 +242,8 @@ class Recorder(Callback):
         self._num_left = len(self._pending)
         if finished:
             with self._reader.after(finished[-1][3]):
-                self._read_steps(finished)
+                numbers = self._read_numbers(finished)
+            self._write_steps(finished, numbers)
             self._write_waiting(until_step=finished[-1][0]["step"])
         self._read_at = time.monotonic()
 
@@ -253,18 +261,30 @@ class Recorder(Callback):
         # The sum of losses jumps if optimizers step at different intervals, but that is not a spike.
         return self._run is None or len(self._run.steppers) == 1
 
-    def _read_steps(self, pending: list[_PendingStep]) -> None:
+    def _read_numbers(self, pending: list[_PendingStep]) -> list[_StepNumbers]:
+        """Read the tensors and marks of steps. This waits for the device, and runs nothing else on its stream."""
         losses = _as_numbers([outcome.loss if outcome.has_loss else None for _, _, outcome, _ in pending])
         norms = _as_numbers([outcome.grad_norm for _, _, outcome, _ in pending])
+        return [
+            _StepNumbers(
+                loss=loss,
+                norm=norm,
+                scalars={_scalar_name(name): float(value) for name, value in outcome.scalars.items()},
+                seconds=self._seconds(outcome),
+            )
+            for (_, _, outcome, _), loss, norm in zip(pending, losses, norms, strict=True)
+        ]
+
+    def _write_steps(self, pending: list[_PendingStep], numbers: list[_StepNumbers]) -> None:
         computing: list[tuple[int, float]] = []
-        for (facts, ids, outcome, _), loss, norm in zip(pending, losses, norms, strict=True):
-            scalars = {_scalar_name(name): float(value) for name, value in outcome.scalars.items()}
-            seconds = self._seconds(outcome)
+        for (facts, ids, outcome, _), read in zip(pending, numbers, strict=True):
+            seconds, loss = read.seconds, read.loss
             computing.append((facts["step"], sum(spent for phase, spent in seconds.items() if phase != "data")))
             for phase, spent in self._extra_seconds.items():
                 seconds[phase] = seconds.get(phase, 0.0) + spent
             self._extra_seconds = {}
-            facts |= {"grad_norm": norm, "seconds": seconds, **scalars} | ({} if loss is None else {"loss": loss})
+            facts |= {"grad_norm": read.norm, "seconds": seconds, **read.scalars}
+            facts |= {} if loss is None else {"loss": loss}
             self._append("step", **facts)
             # A manual step cannot be repeated or skipped, so the guard does not see its loss.
             spike = None
@@ -297,7 +317,8 @@ class Recorder(Callback):
             if not self._is_log_failing:
                 self._is_log_failing = True
                 what = "the event log waits in memory"
-                self.warn(step, what, error, path=self._log.path, retry="in a second")
+                # Not `warn`, which reads newer steps first: this may be one of several steps that are being written.
+                self._write("warning", step=step, **_disk_error(what, error, path=self._log.path, retry="in a second"))
 
     def _emit(self, kind: str, fields: dict[str, Any]) -> None:
         assert self._on_event is not None
@@ -322,6 +343,13 @@ class Recorder(Callback):
         for phase, start, end in outcome.marks:
             spent[phase] = spent.get(phase, 0.0) + self._device.elapsed_seconds(start, end)
         return spent
+
+
+def _disk_error(what: str, error: WhetError, *, path: Path, retry: str) -> dict[str, Any]:
+    cause = error.__cause__
+    code = errno.errorcode.get(cause.errno or 0, "unknown") if isinstance(cause, OSError) else "unknown"
+    facts = {"path": str(path), "errno": code, "free_bytes": durable.free_bytes(path), "retry": retry}
+    return {"reason": f"{what}: {error.what}: {error.got}", **facts}
 
 
 def _unexpected(error: Exception) -> BaseException | None:

@@ -190,7 +190,7 @@ class _CountingDevice(StandInDevice):
     def mark(self) -> int:
         return self._tracker.now
 
-    def autocast(self, precision: str) -> Any:
+    def autocast(self, precision: str, *, keeps_weights: bool = True) -> Any:  # noqa: ARG002
         return autocast(precision)
 
 

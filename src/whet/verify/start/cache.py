@@ -105,9 +105,9 @@ def _options(module: nn.Module) -> dict[str, Any]:
 def _serializable(value: Any, depth: int = 0) -> Any:
     """Convert a value to JSON types. Keep scalars and small containers. Replace other objects by their type names."""
     if isinstance(value, _SCALARS):
-        return _lasting(value)
+        return _without_process_values(value)
     if dataclasses.is_dataclass(value):
-        return repr(value)
+        return _without_process_values(repr(value))
     if inspect.isroutine(value):
         return _identity(value)
     if isinstance(value, SimpleNamespace | Namespace):
@@ -119,7 +119,7 @@ def _serializable(value: Any, depth: int = 0) -> Any:
     return type(value).__qualname__
 
 
-def _lasting(value: Any) -> Any:
+def _without_process_values(value: Any) -> Any:
     """Return a scalar without what differs in every process, such as a start time or a random identifier.
 
     With it, the key of a script that notes when it started would never occur again. Constants that only look like one
@@ -137,8 +137,9 @@ def _clock_ranges(value: float) -> Iterator[tuple[float, float]]:
     now, age = time.time(), time.time() - _process_start()
     for scale in (1, 1_000, 1_000_000_000):
         yield (now - age) * scale, now * scale
-    # Seconds since the start of the machine may be few. A user chooses no number with that many digits.
-    if isinstance(value, float) and round(value, 3) != value:
+    # A clock that starts with the machine may show less than the age of the process, if the machine slept. The range
+    # would then contain any small number, such as a learning rate.
+    if isinstance(value, float) and round(value, 3) != value and time.perf_counter() > age:
         yield time.perf_counter() - age, time.perf_counter()
 
 
@@ -184,7 +185,9 @@ def _user_modules() -> Iterator[ModuleType]:
 
 def _scalar_globals(module: ModuleType) -> list[tuple[str, Any]]:
     named = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-    return sorted((name, _lasting(value)) for name, value in named.items() if isinstance(value, _SCALARS))
+    return sorted(
+        (name, _without_process_values(value)) for name, value in named.items() if isinstance(value, _SCALARS)
+    )
 
 
 def _unwrap(function: Any) -> Any:
