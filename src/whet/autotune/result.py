@@ -56,7 +56,10 @@ class TuningResult(FrozenModel):
     trials: tuple[TuneTrial, ...] = ()
     spent_seconds: NonNegativeFloat = 0.0
     is_complete: bool = True
-    """Whether every candidate was tried. A result that lacked time or a process for compiling expires sooner."""
+    """False if there was no time to compile the model or to check the compiled code, or no process to do it in.
+
+    Such a result expires sooner, because a later search continues with the cached code.
+    """
     gain: ConfirmedGain | None = None
     """Speedup over the rule-based plan, or None if that plan was kept."""
     step_seconds: NonNegativeFloat | None = None

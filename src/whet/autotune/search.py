@@ -50,7 +50,7 @@ _SLOW_TO_PREPARE = ("compile", "graph", "workers")
 # with less time than this, the first one gets all of it: half would be too short for either.
 _FIRST_COMPILE_SHARE = 0.5
 _MIN_SHARED_SECONDS_GPU = 30.0
-# GPU precisions to skip once the other one was tried. On tensor cores, bf16 is as fast as fp16 and needs no loss
+# GPU precisions to skip once the other one has been tried. On tensor cores, bf16 is as fast as fp16 and needs no loss
 # scaling; tf32 is faster than fp32.
 _AS_FAST = {"fp16": "bf16", "fp32": "tf32"}
 # Settings that the traced code or its guards depend on: another value compiles the model again. `lengths` and
@@ -254,7 +254,7 @@ def _try(state: _SearchState, candidate: PlanCandidate) -> None:
     state.seen.add(_fingerprint(context.plan_with(apply_candidate(best.settings, candidate))))
     ruled_out = rule_out(context, best, candidate)
     if ruled_out is not None:
-        # The same reason may hold for several best settings.
+        # The best settings change during the search, and the same candidate may be ruled out again. Record it once.
         if ruled_out.note not in {trial.note for trial in state.trials}:
             state.trials.append(ruled_out)
         return

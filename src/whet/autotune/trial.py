@@ -142,9 +142,10 @@ def _why_cpu_cannot_win(plan: Plan, best: PreparedSettings, candidate: PlanCandi
 
 
 def _why_graph_cannot_win(best: PreparedSettings, candidate: PlanCandidate) -> str | None:
-    """Return the reason why capturing steps would gain nothing, or None if it might.
+    """Return the reason why graph=on would not be faster, or None if it might be.
 
-    With graph=launch_bound, the first steps of the best settings have shown it.
+    The reason is known only if the best settings have graph=launch_bound: their first steps measure how much of the
+    time goes into launching kernels.
     """
     launches = best.prepared.launches
     if [*candidate.changes.items()] != [("graph", "on")] or best.plan.graph != "launch_bound":

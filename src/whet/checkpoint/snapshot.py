@@ -29,7 +29,7 @@ from whet.step.ema import Ema, named_tensors
 REGISTERED = "the registered object"
 """Begins the names of registered objects in messages."""
 OMITTED: dict[str, Any] = {TAG: "omitted"}
-"""Stands for a registered object that is too large for a checkpoint, or whose state no longer has an encoding."""
+"""Stands for a registered object that is too large for a checkpoint, or whose state can no longer be encoded."""
 
 
 class Stateful(Protocol):

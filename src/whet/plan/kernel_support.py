@@ -102,7 +102,9 @@ def norm_kernel_reason(layers: tuple[str, ...], *, layout: object) -> str | None
 
 
 def supports_group_norm(num_cells: int, width: int, num_groups: int) -> bool:
-    """Return whether a group fits into one program of the kernel, whose tiles have sides that are powers of two.
+    """Return whether the kernel supports these groups.
+
+    The number of channels of a group must be a power of two, and a group must fit into one program.
 
     >>> supports_group_norm(13 * 13, 128, 8), supports_group_norm(7 * 7, 24, 4), supports_group_norm(64 * 64, 512, 8)
     (True, False, False)

@@ -27,10 +27,10 @@ class RunView(folder.Run):
     def curves(self, *, points: int = POINTS) -> Curves:
         """Return all curves by name ("train/loss", "eval/accuracy", "seconds/data", "health/memory/process").
 
-        A curve is a dictionary of lists of equal length: the x positions `step`, `samples`, `seconds` (of training) and
-        `time` (unix seconds), and the `mean`, minimum (`low`) and maximum (`high`) over the steps up to the next point,
-        or NaN. A curve has at most `points` points, and `high` keeps every spike. Use
-        `pandas.DataFrame(run.curves()["train/loss"])` to get a table.
+        A curve is a dictionary of lists of equal length. The x positions are `step`, `samples`, `seconds` (of training)
+        and `time` (unix seconds). `mean`, `low` and `high` are the mean, minimum and maximum over the steps up to the
+        next point. Unknown and non-finite values are NaN. A curve has at most `points` points; `low` and `high` keep
+        spikes. Use `pandas.DataFrame(run.curves()["train/loss"])` to get a table.
         """
         if points < 1:
             raise UsageError("a curve needs points", got=f"points={points}", try_=f"points={POINTS}")

@@ -11,7 +11,10 @@ from whet.data.batch import GlobalBatch, Position
 
 @dataclass(kw_only=True, slots=True)
 class State:
-    """The progress of a run: everything, except for tensors, that a resume needs."""
+    """The progress of a run: steps done, position in the data, best evaluation, and why it stopped.
+
+    Checkpoints contain `position` and the fields in _SAVED.
+    """
 
     step: int = 0
     """Number of completed optimizer steps."""

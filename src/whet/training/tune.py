@@ -216,7 +216,7 @@ def tune_first_step(run: RunContext, loss: LossFunction) -> None:
         if kind == "measuring" and run.is_stop_requested:
             raise WhetError("the measurement was stopped", got="a stop was requested")
         if kind == "estimate" and fields.get("untried"):
-            # The header with the time has been printed already.
+            # The summary of the plan, with the estimated time, has been printed already: report this by itself.
             kind, fields = "tuning", {"message": f"not measured: {fields['message']}"}
         emit_event(config.on_event, kind, fields)
 

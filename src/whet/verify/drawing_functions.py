@@ -61,7 +61,7 @@ def drawing_names() -> frozenset[str]:
     names |= {"rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"}
     names |= {name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")} - _CONSTANT_INITS
     kinds = ((name, kind) for name, kind in vars(nn).items() if isinstance(kind, type))
-    # Modules draw their initial weights, except normalizations.
+    # All modules but normalization layers draw their initial weights.
     names |= {n for n, kind in kinds if "Dropout" in n or (hasattr(kind, "reset_parameters") and "Norm" not in n)}
     return frozenset(names)
 

@@ -137,7 +137,7 @@ def _assign_splits(
 def _num_held_out(total: int, train_split: float) -> int:
     """Return the number of held-out conversations, which is at least two if there are three or more conversations.
 
-    It is 0 if `train_split` is 1.
+    It is 0 if `train_split` is 1, or with fewer than three conversations.
     """
     if train_split >= 1 or total < 3:
         return 0

@@ -337,7 +337,7 @@ class _FunctionRecorder(TorchFunctionMode):
             # torch cannot pin memory on a machine without an accelerator.
             return args[0]
         if func in SVD and recorder.is_svd_on_cpu:
-            # MPS runs the whole function on the CPU, so it does not execute the parts.
+            # MPS runs the whole function on the CPU, so its inner operators are not recorded.
             with recorder.paused():
                 return func(*args, **kwargs)
         if is_read and HOST_READS[func].reads(args, kwargs):
