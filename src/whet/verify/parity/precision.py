@@ -24,8 +24,8 @@ GRADIENT_BOUNDS = {"bf16": 2e-1, "fp16": 1e-1, "tf32": 1e-1}
 # Number of bits of a float32 that rounding to these precisions drops.
 _DROPPED_BITS = {"bf16": 16, "fp16": 13, "tf32": 13}
 # A bound for errors of the loss and gradients, as a multiple of the error caused by rounding only the weights and
-# inputs. It can only loosen the bounds above. A correct ResNet-50 reaches 1.8 in its first step, because each layer also
-# rounds its activations.
+# inputs. It can only loosen the bounds above. A correct ResNet-50 reaches 1.8 in its first step, because each layer
+# also rounds its activations.
 _ROUNDING_FACTOR = 4.0
 # Loss scales. Like a gradient scaler, try them in this order until no gradient overflows.
 _LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
