@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import whet
 from whet.data.batch import MicroBatch, TupleBatch
 from whet.device.cpu import CpuDevice
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
+from whet.run.events import read_events
 from whet.step import compilation
 from whet.step.compilation import CompiledCalls
 from whet.step.loss import adapt_loss
@@ -244,3 +247,71 @@ def test_a_model_may_have_several_losses(graphs: list[str]) -> None:
     assert len(graphs) == 2
     assert calls.loss is not None
     assert calls.loss.obstacle is None
+
+
+# --- in runs ----------------------------------------------------------------------------------------------------------
+
+
+def plan_lines(path: Path) -> list[str]:
+    return [event.get("message") for event in read_events(path, kinds=("plan",)) if event.get("message")]
+
+
+def warnings(path: Path) -> list[str]:
+    return [event.get("reason") for event in read_events(path, kinds=("warning",))]
+
+
+def train(path: Path, make_loss: Callable[[nn.Module, int], Any], *, max_steps: int = 6) -> None:
+    torch.manual_seed(0)
+    model, micro = Net(), make_micro(24)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = (micro.fields["x"], micro.fields["y"])
+    options = {"global_batch_size": 6, "epochs": 4, "max_steps": max_steps, "on_event": None, "device": "cpu"}
+    with whet.Session(model, optimizer, data, run=path, overrides={"compile": "on"}, **options) as session:
+        for batch in session:
+            session.step(make_loss(model, session.state.step), batch)
+
+
+def test_a_step_that_is_compiled_for_another_value_makes_a_run_inexact(
+    graphs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch compiles the first value into the code and later ones not: a resumed run would begin with another one."""
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+
+    def weighted(weight: float, model: nn.Module) -> Any:
+        return lambda batch: functional.cross_entropy(model(batch.x), batch.y) * weight
+
+    train(tmp_path / "changing", lambda model, step: weighted(1 / (step + 1), model))
+    assert graphs
+    again = "was compiled again, because the loss depends on a value that changes"
+    assert f"step 2 {again}" in warnings(tmp_path / "changing")
+    train(tmp_path / "changing", lambda model, step: weighted(1 / (step + 1), model), max_steps=8)
+    resumed = [event for event in read_events(tmp_path / "changing") if event.kind in ("resume", "start")][-1]
+    assert "not bit-exact" in str(resumed.fields)
+    torch.compiler.reset()
+    train(tmp_path / "fixed", lambda model, _step: weighted(0.5, model))
+    assert not any(again in warning for warning in warnings(tmp_path / "fixed"))
+
+
+def test_a_decision_about_a_loss_is_kept_with_its_comparison(
+    graphs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of the loss could draw numbers that a resumed run needs."""
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    calls: list[str] = []
+
+    def printing(model: nn.Module, _step: int) -> Any:
+        def loss(batch: Any) -> Tensor:
+            print("x")
+            calls.append("x")
+            return functional.cross_entropy(model(batch.x), batch.y)
+
+        return loss
+
+    counts = []
+    for name in ("first", "second"):
+        calls.clear()
+        train(tmp_path / name, printing)
+        counts.append(len(calls))
+        assert plan_lines(tmp_path / name)[0].startswith("compiled")
+    assert graphs
+    assert counts[1] < counts[0]

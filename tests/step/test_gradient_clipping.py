@@ -1,5 +1,6 @@
 """Foreach clipping: the bits of torch's function, and only where they are equal."""
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -51,6 +52,33 @@ def test_clipping_gradients_that_have_a_graph_records_nothing() -> None:
 def test_the_norm_of_a_step_without_gradients_is_torchs() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
     assert torch.equal(clip_foreach(parameters, 1.0), nn.utils.clip_grad_norm_(parameters, 1.0))
+
+
+def test_parameters_that_a_group_gets_in_place_are_clipped() -> None:
+    def steps(is_whet: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = torch.ones(8, 3), torch.full((8, 1), 9.0)
+        options = {"global_batch_size": 8, "epochs": 4, "clip": 0.05, "device": "cpu", "shuffle": False}
+        session = whet.Session(model, optimizer, (x, y), **options) if is_whet else None
+        with session or contextlib.nullcontext():
+            for number, batch in enumerate(session or range(4)):
+                if number == 2:
+                    model.weight = nn.Parameter(model.weight.detach() + 0.01)
+                    optimizer.param_groups[0]["params"][0] = model.weight
+                if session is not None:
+                    session.step(lambda micro: nn.functional.mse_loss(model(micro[0]), micro[1]), batch)
+                    continue
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+        return model
+
+    ours, theirs = steps(True), steps(False)
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.bias, theirs.bias)
 
 
 def test_groups_are_clipped_in_the_order_of_the_model() -> None:

@@ -14,6 +14,7 @@ from small_models import convnet, images
 from whet.autotune.step_bench import ProbeFailedError
 from whet.device.cpu import CpuDevice
 from whet.run.events import History
+from whet.step import graphs as step_graphs
 from whet.step.optimizers import OptimizerChoice
 from whet.training.step_bench import LocalStepBench
 
@@ -232,6 +233,8 @@ def test_a_step_bench_prepares_slow_steps_with_few_of_them(
     graphs, monkeypatch, graph, device_seconds, num_steps, num_captured
 ):
     """Simulated: the device computes for a while after the launches. Four steps show that capturing would not pay."""
+    # Simulated replays take as long as eager steps.
+    monkeypatch.setattr(step_graphs, "_MAX_REPLAY_RATIO", 1e9)
     monkeypatch.setattr(CpuDevice, "sync", lambda _: time.sleep(device_seconds))
     model = Norm()
     with a_rig(model, mean_loss(model), rows(80)) as rig:
@@ -254,9 +257,11 @@ def test_a_step_bench_prepares_slow_steps_with_few_of_them(
         prepared.close()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05])
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
 def test_graphs_that_are_slower_than_eager_steps_are_given_up(graphs, monkeypatch, tmp_path, seconds):
     """Simulated: the kernels of a replay take longer than those of eager steps, as a ViT's did on an H200."""
+    # The machine may be busy. Without the delay, replays and eager steps take a few milliseconds.
+    monkeypatch.setattr(step_graphs, "_MAX_REPLAY_RATIO", 3.0 if seconds else 1e9)
     capture = SimulatedGraphs.capture
 
     def slow(self, work):
@@ -273,11 +278,12 @@ def test_graphs_that_are_slower_than_eager_steps_are_given_up(graphs, monkeypatc
 
 def test_a_step_bench_measures_eager_steps_where_graphs_are_slower(graphs, monkeypatch):
     """Simulated: the kernels of a replay take longer. The search must not take the steps that it times for captured."""
+    monkeypatch.setattr(step_graphs, "_MAX_REPLAY_RATIO", 3.0)
     capture = SimulatedGraphs.capture
 
     def slow(self, work):
         replay, made = capture(self, work)
-        return (lambda: (time.sleep(0.05), replay())), made
+        return (lambda: (time.sleep(0.3), replay())), made
 
     monkeypatch.setattr(SimulatedGraphs, "capture", slow)
     model = Norm()

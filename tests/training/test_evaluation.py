@@ -247,3 +247,23 @@ def test_a_manual_step_in_bf16_uses_the_weights_as_they_are() -> None:
         assert model.weight.grad is not None
         optimizer.step()
         assert not torch.equal(model(x), before)
+
+
+def test_an_evaluation_in_bf16_may_change_weights() -> None:
+    """As stochastic weight averaging does."""
+    torch.manual_seed(0)
+    model, losses = nn.Linear(4, 1), []
+
+    def evaluate(model: nn.Linear, batches: Any) -> dict[str, float]:
+        (x,) = [x for x, _ in batches]
+        for _ in range(2):
+            losses.append(float(model(x).sum()))
+            model.weight.mul_(3)
+        return {"sum": losses[-1]}
+
+    options = {"global_batch_size": 4, "max_steps": 1, "overrides": {"precision": "bf16"}}
+    with whet.Session(model, sgd(model), DtypeDataset(), **options) as session:
+        session.step(lambda batch: model(batch[0]).float().mean(), next(iter(session)))
+        model.bias.data.zero_()
+        session.evaluate(evaluate, torch.utils.data.Subset(DtypeDataset(), range(4)))
+    assert losses[1] == pytest.approx(3 * losses[0], rel=1e-2)

@@ -407,6 +407,18 @@ def test_cache_key_is_the_same_in_another_process_that_notes_times_and_random_na
         assert len({first, *(key(**changes) for changes in others)}) == 1 + len(others)
 
 
+def test_losses_that_differ_in_a_captured_function_have_different_keys() -> None:
+    def key(function: Any, model: nn.Module) -> str | None:
+        return cache.cache_key({}, model, (lambda micro: function(model, micro),))
+
+    model = nn.Linear(2, 3)
+    first = key(lambda model, micro: model(micro).abs().mean(), model)
+    assert first is not None
+    assert first != key(lambda model, micro: model(micro).square().mean(), model)
+    model.weight.requires_grad_(False)
+    assert first != key(lambda model, micro: model(micro).abs().mean(), model)
+
+
 @pytest.mark.parametrize("seconds_since_boot", [5.0, 1e6])
 def test_small_numbers_are_no_clock_values(monkeypatch: pytest.MonkeyPatch, seconds_since_boot: float) -> None:
     """Simulated: a computer that slept has run for less time than this process has existed."""

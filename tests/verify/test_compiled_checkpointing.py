@@ -120,8 +120,9 @@ def test_compiled_model_recomputes_activations(tmp_path: Path, monkeypatch: pyte
     train(model, tmp_path / "run", compile=switch, activation_checkpointing="on")
     (line,) = reported(tmp_path / "run", "plan", "message")
     assert line.startswith("compiled: loss and 14 gradients agree with the eager model")
-    again = [node for graph in graphs for node in graph.graph.nodes if "checkpoint" in str(node.target)]
-    assert len(again) == (3 if switch == "on" else 2), "only the first one's input needs no gradient"
+    again = [sum("checkpoint" in str(node.target) for node in graph.graph.nodes) for graph in graphs]
+    assert max(again) == (3 if switch == "on" else 1)
+    assert switch == "on" or sum(again) == 2, "only the first one's input needs no gradient"
     assert_same(plain, model)
 
 

@@ -38,6 +38,9 @@ def compile_obstacle(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
+_LOSS_OF_MODEL = "the model computes the loss"
+
+
 def num_graphs() -> int:
     """Return the number of graphs that torch.compile has produced in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
@@ -69,6 +72,20 @@ class CompiledCalls:
         self._model = model
         self.loss = CompiledLoss(model, is_dynamic, plan.attention) if plan.compile == "on" else None
         self._cache_tag = "" if plan.attention == "torch" else f"attention={plan.attention}"
+
+    @property
+    def loss_decision(self) -> str:
+        """Whether and why the loss is not compiled, as a text for `use_loss_decision`."""
+        if self.loss is None:
+            return _LOSS_OF_MODEL
+        return self.loss.obstacle or ""
+
+    def use_loss_decision(self, decision: str) -> None:
+        """Repeat a decision of `settle_loss` without calling the loss, which may draw numbers or keep counts."""
+        if decision == _LOSS_OF_MODEL:
+            self.loss = None
+        elif self.loss is not None:
+            self.loss.obstacle = decision or None
 
     def settle_loss(
         self, loss: Callable[[MicroBatch], Any], micro: MicroBatch, device: AbstractDevice, *, precision: str
@@ -239,5 +256,7 @@ def _compiled_call(module: nn.Module, is_dynamic: bool | None, attention: str) -
 
 
 def _compile_error_text(error: Exception) -> str:
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return "torch has compiled it for too many shapes or values"
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and not line.startswith("Set TORCH"))[:300]

@@ -120,20 +120,19 @@ class Stepper:
 
         A checked step waits for the device and raises NonFiniteError before a NaN or Inf can reach the weights.
         """
-        lists = [group["params"] for group in self.optimizer.param_groups]
-        if len(lists) != len(self._lists) or not all(map(operator.is_, lists, self._lists)):
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if len(parameters) != len(self._in_groups) or not all(map(operator.is_, parameters, self._in_groups)):
             self._follow_groups()
         with self.device.compute_context(is_step=True), self._freeze_others():
             return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_checked=is_checked)
 
     def _follow_groups(self) -> None:
         """Read the optimizer's parameters again: a resume or the user (weight_norm) may have replaced them."""
-        self._lists = [group["params"] for group in self.optimizer.param_groups]
+        self._in_groups = [p for group in self.optimizer.param_groups for p in group["params"]]
         # Use the order of the model, as loops that clip model.parameters() do: it affects how the sum of the norm is
         # rounded.
         positions = {parameter: position for position, parameter in enumerate(self.model.parameters())}
-        parameters = [p for params in self._lists for p in params]
-        self._parameters = sorted(parameters, key=lambda p: positions.get(p, len(positions)))
+        self._parameters = sorted(self._in_groups, key=lambda p: positions.get(p, len(positions)))
 
     def _freeze_others(self) -> AbstractContextManager[object]:
         """Return a context manager that sets requires_grad=False on the parameters of other optimizers."""

@@ -273,10 +273,8 @@ class BatchLoop:
         try:
             with self._working(number), run.device.compute_context(is_step=True):
                 data = (micro if micro.is_on_device else micro.map_tensors(run.device.put)).data
-                # fp16 would need the scaler of the loss, which the user's backward pass does not use. Converted weights
-                # are not kept: the block may update them, or use them without gradients first.
-                is_bf16 = run.plan.precision == "bf16"
-                with run.users_autocast(keeps_weights=False) if is_bf16 else contextlib.nullcontext():
+                # fp16 would need the scaler of the loss, which the user's backward pass does not use.
+                with run.users_autocast() if run.plan.precision == "bf16" else contextlib.nullcontext():
                     yield data
         finally:
             run.rng.leave_step()

@@ -135,14 +135,16 @@ class RunContext:
         read = self.group.stall_detector.reading(self.source.batches(self.state.position))
         return self.log.timed(read)
 
-    def users_autocast(self, *, keeps_weights: bool = True) -> AbstractContextManager[object]:
+    def users_autocast(self) -> AbstractContextManager[object]:
         """Return the context of the user's evaluation and manual steps: autocast if the user has set `precision`.
+
+        Converted weights are not kept: the user's code may change weights, or use them without gradients first.
 
         A measured precision was compared with float32 only for the loss and gradients of training. Recipes evaluate in
         the dtype of their weights.
         """
         is_set = "precision" in self.plan.overrides and self.config.recipe == PYTHON_RECIPE
-        return self.device.autocast(self.plan.precision if is_set else "fp32", keeps_weights=keeps_weights)
+        return self.device.autocast(self.plan.precision if is_set else "fp32", keeps_weights=False)
 
     def first_samples(self, batch: GlobalBatch, size: int) -> MicroBatch:
         """Return the first `size` samples of a batch, or all of them if the loss needs the whole batch."""

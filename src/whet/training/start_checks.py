@@ -22,7 +22,7 @@ from whet.plan.plan import Plan, with_runtime_changes
 from whet.plan.setting import MeasuredSetting
 from whet.step.attention import use_explicit_masks
 from whet.step.compilation import CompiledCalls, compile_obstacle
-from whet.step.loss import MicroLoss
+from whet.step.loss import BatchLoss, MicroLoss
 from whet.step.step import Stepper
 from whet.step.unpadding import Unpadding, unpadding_obstacle
 from whet.training.model_check import ModelCheck, ModelCheckResult, run_check
@@ -172,16 +172,20 @@ class StartChecks:
             compiler=compiler_settings(),
         )
         before = cache.load_verified(key) if key and plan.verify == "on" else None
+        decision = None if before is None else cache.load_verified(f"{key}-loss")
+        why_not = skip_reason(plan)
         with ExitStack() as undo:
             calls = CompiledCalls(model, plan)
-            calls.settle_loss(loss, micro, device, precision=plan.precision)
+            if decision is not None:
+                calls.use_loss_decision(decision)
+            elif why_not is None:
+                calls.settle_loss(loss, micro, device, precision=plan.precision)
             undo.enter_context(calls.in_use())
-            why_not = skip_reason(plan)
             if why_not is not None:
                 compiled_stack.push(undo.pop_all())
                 run.log.event("plan", step=step, message=f"compiled: {_NOT_COMPARED}: {why_not}")
                 return plan
-            if not any(run.group.all_reduce_max([float(before is None)])):
+            if not any(run.group.all_reduce_max([float(decision is None)])):
                 compiled_stack.push(undo.pop_all())
                 run.log.event("plan", step=step, message=f"compiled, verified before: {before}")
                 return plan
@@ -201,6 +205,7 @@ class StartChecks:
                 error = None if parity is None else parity.largest
                 if key and parity is not None:
                     cache.store_verified(key, str(parity))
+                    cache.store_verified(f"{key}-loss", calls.loss_decision)
                 obstacle = None if calls.loss is None else calls.loss.obstacle
                 how = "" if obstacle is None else f" without your loss function ({obstacle})"
                 self._log(f"compiled{how}: {problem or parity}", start=start, step=step, error=error)
@@ -330,7 +335,8 @@ class StartChecks:
             "causal_mask": plan.causal_mask,
             "is_causal": outputs is not None,
         }
-        return cache.cache_key(facts, self.run.model, (loss, outputs))
+        function = loss.function if isinstance(loss, BatchLoss) else loss
+        return cache.cache_key(facts, self.run.model, (function, outputs))
 
 
 def uncompiled_plan(plan: Plan, *, reason: str, step: int) -> Plan:

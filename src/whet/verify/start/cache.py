@@ -26,7 +26,7 @@ from whet.base.errors import WhetError
 from whet.base.origin import code_origin
 from whet.run import durable
 
-_FORMAT = 4
+_FORMAT = 5
 _MAX_FILE_BYTES = 10_000
 _MAX_DEPTH, _MAX_ITEMS = 4, 1_000
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -87,7 +87,7 @@ def _structure(model: nn.Module) -> list[Any]:
     """Return the classes and options of all modules, and the names, shapes, dtypes and layouts of all tensors."""
     modules = [(name, _class_name(module), _options(module)) for name, module in model.named_modules()]
     tensors = [
-        (name, tuple(tensor.shape), str(tensor.dtype), tensor.is_contiguous())
+        (name, tuple(tensor.shape), str(tensor.dtype), tensor.is_contiguous(), tensor.requires_grad)
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
     return [modules, tensors]
