@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from whet.base.errors import WhetError
-from whet.data.batch import MicroBatch
+from whet.data.batch import MicroBatch, micro_batch_shapes
 from whet.device.abstract import AbstractDevice
 from whet.device.environment import configure_compile_cache
 from whet.device.rng import get_host_rng, get_torch_rng, set_host_rng, set_torch_rng
@@ -26,6 +26,8 @@ _COMPILER_MODULES = ("torch._dynamo", "torch._inductor")
 """Modules whose errors mean that the compiler failed rather than the model."""
 _CPP_ERROR_WORDS = ("C++", "Cxx", "Cpp")
 """Words in errors about a missing C++ compiler."""
+_LOSS_OF_MODEL = "the model computes the loss"
+"""The decision not to compile a loss that is an output of the model."""
 
 
 def compile_obstacle(model: nn.Module, plan: Plan) -> str | None:
@@ -36,9 +38,6 @@ def compile_obstacle(model: nn.Module, plan: Plan) -> str | None:
             "torch's compiler cannot do that"
         )
     return None
-
-
-_LOSS_OF_MODEL = "the model computes the loss"
 
 
 def num_graphs() -> int:
@@ -108,12 +107,11 @@ class CompiledCalls:
                     return
                 with self.in_use():
                     loss(micro)
-                    num_before = num_graphs()
                     loss(micro)
-            if num_graphs() != num_before and self.loss.obstacle is None:
+            if self.loss.is_recompiled and self.loss.obstacle is None:
                 self.loss.obstacle = "torch compiles it again in each call: it depends on a Python value that changes"
         except Exception as error:
-            # The first step fails in the same way, or has less memory in use.
+            # If the first step fails as well, it raises the error.
             release_traceback(error)
         finally:
             buffers.restore()
@@ -183,22 +181,26 @@ class CompiledLoss:
 
     def __init__(self, model: nn.Module, is_dynamic: bool | None, attention: str) -> None:
         self.obstacle: str | None = None
-        self._is_dynamic = is_dynamic
+        self.is_recompiled = False
+        """Whether torch has compiled the loss again for shapes that it had compiled it for."""
+        self._compiled_for: set[Hashable] = set()
+        self._model, self._is_dynamic = model, is_dynamic
         # torch does not check the attention kernel before it reuses compiled code (torch 2.13).
         self._key = type(model), tuple(parameter.shape for parameter in model.parameters()), attention
         self._calls: dict[Hashable, Callable[..., Any]] = {}
         """Compiled callers, by the code of the loss function."""
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args)`."""
+    def __call__(self, micro: MicroBatch, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function(*args)` for the data of a micro-batch."""
         if self.obstacle is not None:
             return function(*args)
         code: Any = getattr(function, "__code__", type(function))
         if (call := self._calls.get(code)) is None:
             call = torch.compile(_caller((*self._key, code)), fullgraph=True, dynamic=self._is_dynamic)
             self._calls[code] = call
+        num_before = num_graphs()
         try:
-            return call(function, *args)
+            returned = call(function, *args)
         except Exception as error:
             if not type(error).__module__.startswith(_COMPILER_MODULES):
                 raise
@@ -206,6 +208,11 @@ class CompiledLoss:
             returned = function(*args)
             self.obstacle = _compile_error_text(error)
             return returned
+        if num_graphs() != num_before:
+            key = code, self._model.training, torch.is_grad_enabled(), micro_batch_shapes(micro)
+            self.is_recompiled = self.is_recompiled or key in self._compiled_for
+            self._compiled_for.add(key)
+        return returned
 
 
 _callers: dict[Hashable, Callable[..., Any]] = {}
@@ -232,7 +239,7 @@ def _compiled_call(module: nn.Module, is_dynamic: bool | None, attention: str) -
     if attention != "torch" or type(module).__module__.startswith("torch.nn.") or "forward" in module.__dict__:
         # The compiler skips modules of torch.nn, such as nn.Sequential, and forward methods set on an instance, as in
         # checkpointed blocks. A function around the call makes it trace them. It reads `attention`, because torch
-        # reuses code for other attention kernels otherwise: their choice is no guard (torch 2.13).
+        # would reuse the code for other attention kernels, which it does not check (torch 2.13).
         def call_module(*args: Any, **kwargs: Any) -> Any:
             return module._call_impl(*args, **kwargs) if attention else None
 

@@ -47,9 +47,9 @@ class BatchLoss:
     def __call__(self, micro: MicroBatch) -> Any:
         data, compiled = micro.data, compiled_loss(self.model)
         if not self._is_criterion:
-            return self.function(data) if compiled is None else compiled(self.function, data)
+            return self.function(data) if compiled is None else compiled(micro, self.function, data)
         pair = _as_pair(data, self.function)
-        return self._criterion_loss(*pair) if compiled is None else compiled(self._criterion_loss, *pair)
+        return self._criterion_loss(*pair) if compiled is None else compiled(micro, self._criterion_loss, *pair)
 
     def _criterion_loss(self, inputs: Any, target: Any) -> Any:
         outputs = self.model(inputs)

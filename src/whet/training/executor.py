@@ -21,7 +21,7 @@ from whet.distributed.strategies import RetryStepError
 from whet.plan.plan import with_runtime_changes, with_smaller_eval_batch
 from whet.plan.setting import MeasuredSetting
 from whet.step.apply_plan import apply_kernels
-from whet.step.compilation import compiled_loss, num_graphs
+from whet.step.compilation import compiled_loss
 from whet.step.loss import MicroLoss
 from whet.step.model_contexts import checkpoint_activations
 from whet.step.rollback import StepRollback, reduce_memory, release_traceback
@@ -73,10 +73,8 @@ class Executor:
         """Whether the model has been verified and compiled, so that the plan is in force."""
         self._loss_obstacle: str | None = None
         """The reason why the loss is not compiled with the model, as far as it has been logged."""
-        self._compiled_for: tuple[int, int] | None = None
-        """The number of compiled graphs after the last step, and of shapes of micro-batches."""
         self._is_recompiled = False
-        """Whether a step was compiled again for another Python value, which is logged once."""
+        """Whether the loss was compiled again for known shapes, which is logged once."""
         self._has_stepped = False
         self._oom_step: int | None = None
 
@@ -193,8 +191,7 @@ class Executor:
         if stepper.graph_obstacle is not None or stepper.is_launch_bound:
             self._log_graph_refusal(stepper, number)
         if run.plan.compile == "on":
-            self._log_loss_obstacle(number)
-            self._log_recompilation(number)
+            self._check_compiled_loss(number)
         if stepper.kernel_obstacle is not None:
             # Switch all optimizers: the plan, which a resume follows, has a single setting for them.
             self.use_own_kernels(stepper.kernel_obstacle)
@@ -255,29 +252,20 @@ class Executor:
         run.use_plan(with_runtime_changes(run.plan, {"graph": off}))
         run.log.event("plan", step=number, message=f"steps are not captured as graphs: {reason}")
 
-    def _log_loss_obstacle(self, number: int) -> None:
-        """If the loss has stopped being compiled with the model, log that a resumed run may round differently."""
+    def _check_compiled_loss(self, number: int) -> None:
+        """Warn if a resumed run may round differently, because its loss would be compiled differently."""
         loss = compiled_loss(self._run.model)
-        if loss is not None and loss.obstacle != self._loss_obstacle:
+        if loss is None:
+            return
+        if loss.obstacle != self._loss_obstacle:
             self._loss_obstacle = loss.obstacle
-            action = f"your loss function is no longer compiled since step {number:,}: {loss.obstacle}"
-            self._run.log.event("warning", step=number, reason=action, exact=False, retry="never")
-            self._run.note_inexact(number, action)
-
-    def _log_recompilation(self, number: int) -> None:
-        """If a step was compiled again without new shapes, log that a resumed run may round differently.
-
-        The loss then depends on a Python value. torch compiles the first values into the code, and later ones not, so
-        the code depends on the step at which a run begins.
-        """
-        now, before = (num_graphs(), len(self.splitting.shapes)), self._compiled_for
-        self._compiled_for = now
-        is_new_value = before is not None and now[0] != before[0] and now[1] == before[1]
-        if is_new_value and compiled_loss(self._run.model) is not None and not self._is_recompiled:
+            self._run.warn_inexact(number, f"your loss function is no longer compiled ({loss.obstacle})")
+        elif loss.is_recompiled and not self._is_recompiled:
+            # torch compiles the first values into the code, and later ones not. So the code depends on the step at
+            # which a run begins.
             self._is_recompiled = True
-            action = f"step {number:,} was compiled again, because the loss depends on a value that changes"
-            self._run.log.event("warning", step=number, reason=action, exact=False, retry="never")
-            self._run.note_inexact(number, action)
+            why = "it may depend on a value that changes"
+            self._run.warn_inexact(number, f"your loss function was compiled again for known shapes: {why}")
 
     def use_own_kernels(self, reason: str) -> None:
         """Restore the kernels that the user's optimizers had before the session."""

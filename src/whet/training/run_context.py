@@ -201,6 +201,11 @@ class RunContext:
         if self.checkpointer is not None:
             self.checkpointer.note_inexact(step, reason)
 
+    def warn_inexact(self, step: int, reason: str) -> None:
+        """Log a warning, and record that the run has not been bit-exact since `step`."""
+        self.log.event("warning", step=step, reason=reason, exact=False, retry="never")
+        self.note_inexact(step, reason)
+
     def record_unsaved_state(self, gap: str, *, is_variable: bool = False) -> None:
         """Record a gap in all later checkpoints and log one warning about it."""
         if self.checkpointer is not None and self.checkpointer.record_unsaved_state(gap, is_variable=is_variable):
@@ -214,8 +219,7 @@ class RunContext:
     def begin_steps(self) -> None:
         """Save objects that were registered late, and warn about registered names that differ from the checkpoint."""
         for mismatch in self.registered.begin(is_new=self.state.step == 0):
-            self.log.event("warning", step=self.state.step, reason=mismatch, exact=False, retry="never")
-            self.note_inexact(self.state.step, mismatch)
+            self.warn_inexact(self.state.step, mismatch)
         if self.checkpointer is not None and self.registered.objects.keys() - self.config.register.keys():
             self.checkpointer.save_initial_again()
         if self.unsaved_state is not None:
